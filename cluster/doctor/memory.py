@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from common.errors import ConfigError
 from engine.checkpoint.base import Format
 from engine.checkpoint.formats import stored_format
+from engine.checkpoint.reader import weight_files
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from kvcache.config import CacheConfig
@@ -41,14 +42,21 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     text = config.get_text_config()
     dtype = _dtype(options, text)
     served = _Served(dtype, stored_format(config), _keeps(options, dtype, free is None), options.weight_dtype)
-    files = directory.glob("*.safetensors")
-    weights = sum(served.nbytes(*tensor) for path in files for tensor in _tensors(path))
+    weights = sum(served.nbytes(*tensor) for path in _files(directory) for tensor in _tensors(path))
     groups = stored_as(family.groups(config, Dtypes(dtype, dtype)), KVFormat(options.kv_cache_dtype))
     if options.max_total_tokens is not None or free is None:
         return weights + _pool_bytes(options, groups, options.max_total_tokens or 0)
     share = max(0, int((free - weights) * options.kv_memory_fraction))
     most = _pool_bytes(options, groups, options.max_running_requests * text.max_position_embeddings)
     return weights + min(share, most)
+
+
+def _files(directory: Path) -> list[Path]:
+    """Those that a worker reads: a directory may have the same weights in other files, too."""
+    try:
+        return [Path(path) for path in weight_files(str(directory), local=True)]
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", f"its weights cannot be read: {error}", "repair the checkpoint") from None
 
 
 def _pool_bytes(options: WorkerOptions, groups: tuple[GroupSpec, ...], tokens: int) -> int:

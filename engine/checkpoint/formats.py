@@ -43,9 +43,11 @@ def _mxfp4(settings: Settings) -> Format:
 
 
 def _awq(settings: Settings) -> Format:
-    """AutoAWQ's names, and those of llm-awq, from which it comes: `w_bit` and `q_group_size`."""
+    """AutoAWQ's names, and those of llm-awq, from which it comes: `w_bit` and `q_group_size`.
+
+    AutoRound writes `zero_point` false where all zero points are 8; they are stored nevertheless.
+    """
     _one_of(settings, "w_bit" if "w_bit" in settings else "bits", (4,), default=4)
-    _one_of(settings, "zero_point", (True,), default=True)
     _one_of(settings, "version", ("gemm", "GEMM"), default="gemm")
     return awq_format(int(settings.get("group_size", settings.get("q_group_size", 128))))
 
@@ -53,8 +55,9 @@ def _awq(settings: Settings) -> Format:
 def _gptq(settings: Settings) -> Format:
     """`dynamic` has settings of some weights by patterns of their names; GPTQModel writes it."""
     bits = _one_of(settings, "bits", (4, 8), default=4)
-    for rule in (settings.get("dynamic") or {}).values():
-        _one_of(rule or {}, "bits", (4, 8), default=bits)
+    rules = [rule or {} for rule in (settings.get("dynamic") or {}).values()]
+    for rule in rules:
+        _one_of(rule, "bits", (4, 8), default=bits)
     if settings.get("rotation"):  # activations would have to be rotated, too
         raise _refused("rotation", settings["rotation"], (None,))
     checkpoint = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
@@ -63,6 +66,12 @@ def _gptq(settings: Settings) -> Format:
         zeros = "exact"
     elif "gptqmodel" in str((settings.get("meta") or {}).get("quantizer")):
         zeros = "words_less_one"
+        symmetric = bool(settings.get("sym"))
+        if all(rule.get("sym", symmetric) for rule in rules) and symmetric:
+            zeros = "middle"
+        else:  # of another width some versions took off ones of the config's width, others of the weight's
+            for rule in rules:
+                _one_of(rule, "bits", (bits,), default=bits)
     return gptq_format(bits, int(settings.get("group_size", 128)), zeros)
 
 

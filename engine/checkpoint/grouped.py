@@ -18,9 +18,10 @@ from engine.checkpoint.stored import StoredTensor
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which four bits of a word hold the number of each of its eight outputs."""
 
-StoredZeros = Literal["exact", "each_less_one", "words_less_one"]
+StoredZeros = Literal["exact", "each_less_one", "words_less_one", "middle"]
 """GPTQ's zero points: as they are, each less one modulo 2^bits, or less a word that has a one in each number:
-there a zero point of 0 borrows from its neighbour, as GPTQModel writes it."""
+there a zero point of 0 borrows from its neighbour, as GPTQModel writes it. "middle": all are 2^(bits - 1);
+what is stored does not count, because GPTQModel may have taken off a word for another number of bits."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,14 @@ def _gptq(
 
 
 def _zero_points(words: torch.Tensor, bits: int, stored: StoredZeros) -> torch.Tensor:
+    """int32 [groups, outputs / n] -> [groups, outputs], n = 32 / bits."""
     if stored == "words_less_one":
         words = words + (2**32 - 1) // (2**bits - 1)  # a one in each number; the sum carries
     zeros = unpack(words, bits)
     if stored == "each_less_one":
         zeros = zeros.add(1).bitwise_and(2**bits - 1)
+    if stored == "middle":
+        zeros = torch.full_like(zeros, 2 ** (bits - 1))
     return zeros
 
 

@@ -22,6 +22,8 @@ from engine.checkpoint.base import Format, Stored
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8")
 """Numbers that are no weights without a scale. Tensors other than weights may be bytes, words or booleans."""
+_OF_ACTIVATIONS = ("input_zero_point", "output_zero_point")
+"""Of activations, which stay plain: compressed-tensors stores their zero points as it would store them."""
 
 
 class CountedTensor:
@@ -78,7 +80,7 @@ def read_weights(
     files that are missing or damaged, and ValueError if a quantised weight is incomplete.
     """
     stored: dict[str, Stored] = {}
-    paths = _files(model, local)
+    paths = weight_files(model, local)
     progress = StartProgress("weights read", sum(Path(path).stat().st_size for path in paths))
     for path in paths:
         file: Any = safe_open(path, framework="pt", backend="pread")
@@ -88,7 +90,7 @@ def read_weights(
     if form is not None:
         _put_together(weights, form, dtype, keep)
     for name, weight in weights.items():
-        if isinstance(weight, QuantisedWeight):
+        if isinstance(weight, QuantisedWeight) or name.endswith(_OF_ACTIVATIONS):
             continue
         stored_as = weight.get_dtype()
         if stored_as in _CODES or (name.endswith(".weight") and stored_as not in _PLAIN):
@@ -111,15 +113,18 @@ def _put_together(
         weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
 
 
-def _files(model: str, local: bool) -> list[str]:
+def weight_files(model: str, local: bool) -> list[str]:
     """The paths of the checkpoint's files, downloaded if they must be.
 
-    One file is preferred to shards, as transformers does.
+    One file is preferred to shards, as transformers does. Raises OSError if there is neither, and ValueError
+    for an index that is damaged.
     """
     found = partial(cached_file, model, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if (whole := found("model.safetensors")) is not None:
         return [whole]
     if (index := found("model.safetensors.index.json")) is None:
+        if not local:  # raises unless the file has come meanwhile; says whether there was a connection
+            cached_file(model, "model.safetensors")
         raise OSError(f"{model} has neither model.safetensors nor model.safetensors.index.json")
     if local:
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -43,6 +45,7 @@ struct Pool {
   alignas(64) std::atomic<uint32_t> phase{0};
   alignas(64) std::atomic<int> running{0};
   int size = 1;
+  bool told = false;  // that a thread could not start
   Region region = nullptr;
   void* context = nullptr;
   std::vector<std::thread> helpers;
@@ -82,7 +85,13 @@ struct Pool {
     std::lock_guard<std::mutex> lock(turn);
     while (static_cast<int>(helpers.size()) + 1 < threads) {
       const int index = static_cast<int>(helpers.size()) + 1;
-      helpers.emplace_back([this, index, seen = generation.load()] { help(index, seen); });
+      try {
+        helpers.emplace_back([this, index, seen = generation.load()] { help(index, seen); });
+      } catch (const std::system_error& error) {  // a bound on threads or memory: the region goes on with fewer
+        if (!told) std::fprintf(stderr, "baton: thread %d of %d cannot start: %s\n", index, threads, error.what());
+        told = true;
+        threads = index;
+      }
     }
     size = threads;
     region = work;

@@ -277,6 +277,14 @@ def test_weights_that_a_kernel_multiplies_as_they_are_stored_are_as_large_as_the
     assert found == sum(one.nbytes for _, one in tensors) - sum(one.nbytes - 2 * one.numel() for one in plain)
 
 
+def test_the_same_weights_in_another_file_do_not_count(tmp_path: Path) -> None:
+    """As in Mistral's repositories."""
+    _, exact = write("qwen3", tmp_path, 0, "fp8")
+    found = weights_of(exact)
+    shutil.copy(exact / "model.safetensors", exact / "consolidated.safetensors")
+    assert weights_of(exact) == found
+
+
 # -- the preflight ---------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from transformers import GptOssConfig, LlamaConfig
 
 from common.errors import ConfigError
 from engine.checkpoint import base
-from engine.checkpoint.formats import stored_format
 from engine.checkpoint.grouped import gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
 from engine.checkpoint.scaled import scaled_format
@@ -23,7 +22,7 @@ from engine.gate import check_model
 from engine.loader import load_model
 from tests.engine.conftest import PROMPTS
 from tests.support.hand_off import pair
-from tests.support.quantised_checkpoints import FORMATS, GROUP, gptq, pack, packed, scaled, write
+from tests.support.quantised_checkpoints import FORMATS, pack, packed, scaled, write
 from tests.support.reference import MIN_MARGIN, reference_generate
 
 CASES = [
@@ -117,10 +116,17 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
         ({"quant_method": "fp8"}, "weight_block_size is None"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3"),
-        ({"quant_method": "awq", "zero_point": False}, "zero_point is False"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (
+            {
+                "quant_method": "gptq",
+                "meta": {"quantizer": ["gptqmodel:5.0.0"]},
+                "dynamic": {"+:.*down.*": {"bits": 8}},
+            },
+            "bits is 8",
+        ),
         ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation is 'hadamard'"),
         ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 2}}}, "bits is 2"),
         ({"quant_method": "awq", "w_bit": 3}, "w_bit is 3"),
@@ -169,6 +175,7 @@ def test_a_format_that_is_not_read_is_refused_by_name(settings: dict[str, Any], 
     [
         {"quant_method": "mxfp4"},
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},  # AutoRound's
         {"quant_method": "gptq", "dynamic": {"-:.*lm_head.*": {}, "+:.*down_proj.*": {"bits": 8}}},
         {
             **FORMATS["ct_int4"][0],
@@ -228,44 +235,6 @@ def test_an_incomplete_weight_is_a_config_error(
     with pytest.raises(ConfigError, match=problem) as refused:
         load_model(EngineConfig(str(stored)))
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_gptq_zero_point_of_0_is_stored_as_the_largest_number(bits: int) -> None:
-    """The first version stores zero points less one, modulo 2^bits. With 0 a weight is number times scale."""
-    in_word, largest = 32 // bits, 2**bits - 1
-    numbers = np.arange(in_word * in_word).reshape(in_word, in_word) % 2**bits
-    parts = {
-        ".qweight": pack(numbers, bits).T.contiguous(),
-        ".qzeros": pack(np.full((1, in_word), largest), bits),
-        ".scales": torch.full((1, in_word), 0.5).half(),
-    }
-    weight = gptq_format(bits, -1, "each_less_one").read(parts, torch.float32)
-    assert weight.dequantised().equal(torch.from_numpy(numbers) * 0.5)
-
-
-def test_gptqmodel_stores_words_of_zero_points_less_a_word_of_ones() -> None:
-    """The zero point 0 of the first output borrows from the second's. See convert_gptq_v2_to_v1_format."""
-    numbers, zeros = np.full((8, 8), 9), np.array([[0, 5, 8, 1, 0, 0, 15, 3]])
-    word = pack(zeros, 4).numpy().view(np.uint32) - np.uint32(0x11111111)
-    parts = {
-        ".qweight": pack(numbers, 4).T.contiguous(),
-        ".qzeros": torch.from_numpy(word.view(np.int32)),
-        ".scales": torch.ones(1, 8).half(),
-    }
-    settings = {"quant_method": "gptq", "group_size": -1, "meta": {"quantizer": ["gptqmodel:7.3.4"]}}
-    form = stored_format(LlamaConfig(quantization_config=settings))
-    assert form is not None
-    weight = form.read(parts, torch.float32)
-    assert weight.dequantised().equal(torch.from_numpy(numbers - zeros.T).float())
-
-
-def test_gptq_weights_may_have_other_widths_than_the_config_says() -> None:
-    weight = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
-    for bits in (4, 8):
-        parts, exact = gptq(bits, True, 1)(weight)
-        got = gptq_format(12 - bits, GROUP, "each_less_one").read(parts, torch.float32)
-        assert got.dequantised().equal(torch.from_numpy(exact))
 
 
 def test_entries_of_g_idx_that_are_minus_1_are_none() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from common.errors import ConfigError
+from engine.checkpoint import reader
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import QuantisedWeight, read_weights
+from engine.checkpoint.reader import QuantisedWeight, read_weights, weight_files
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.loader import load_model
@@ -94,3 +97,35 @@ def test_a_directory_without_safetensors_is_a_config_error(tmp_path: Path) -> No
     (exact / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
         load_model(EngineConfig(str(exact)))
+
+
+def test_zero_points_of_activations_are_not_weights(tmp_path: Path) -> None:
+    """compressed-tensors stores them in int8 if they are not all 0. Activations are not quantised here."""
+    stored, exact = write("llama", tmp_path, 0, "ct_int8")
+    (path,) = stored.glob("*-00001-of-*.safetensors")
+    tensors = load_file(path)
+    index = json.loads((stored / "model.safetensors.index.json").read_text())
+    stems = [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]
+    assert stems
+    for stem in stems:
+        tensors[f"{stem}input_zero_point"] = torch.full((1,), -7, dtype=torch.int8)
+        index["weight_map"][f"{stem}input_zero_point"] = path.name
+    save_file(tensors, path, {"format": "pt"})
+    (stored / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours, theirs = loaded_weights(stored), loaded_weights(exact)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_a_model_of_the_hub_without_a_connection_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.json is in the cache."""
+    repository, commit = tmp_path / "models--org--m", "a" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "snapshots" / commit / "config.json").write_text("{}")
+    monkeypatch.setattr(reader, "cached_file", partial(reader.cached_file, cache_dir=tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="couldn't connect"):
+        weight_files("org/m", local=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +41,30 @@ def test_a_worker_of_one_thread_has_one() -> None:
     torch.set_num_threads(1)
     with few_tokens(1):
         assert (torch.get_num_threads(), kernel_threads()) == (1, 1)
+
+
+WITHOUT_ROOM = """
+import resource
+import torch
+from engine.cpu.argmax import argmax_by_kernel
+
+torch.set_num_threads(1)
+logits = torch.randn(64, 32_000)
+first, _ = argmax_by_kernel(logits)
+pages = int(open("/proc/self/statm").read().split()[0])
+bound = pages * resource.getpagesize() + (4 << 20)  # a thread's stack takes 8 MiB
+resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+torch.set_num_threads(8)
+again, _ = argmax_by_kernel(logits)
+again, _ = argmax_by_kernel(logits)
+print(again.equal(first))
+"""
+
+
+def test_a_thread_that_cannot_start_is_done_without() -> None:
+    """An exception that leaves a kernel would end the process, and all its requests."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert done.stderr.count("cannot start") == 1
