@@ -9,6 +9,7 @@ they belong to the application; it does not call them.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray import serve
@@ -26,6 +27,7 @@ from cluster.local import ROUTER
 from cluster.placement import check_placement
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
+from router.keys import API_KEYS_ENV
 from wire.records import Role
 
 _CONSTRUCTOR_TRIES = 3  # Serve's default of 20 would load a model that cannot work 20 times
@@ -49,7 +51,8 @@ def router_application(config: ServeConfig, *workers: serve.Application) -> serv
     """The ingress alone, or with the worker deployments that belong to it."""
     settings = {**_router_settings(config.router), "user_config": config.router_config().model_dump()}
     ingress = serve.deployment(name=ROUTER, **settings)(serve.ingress()(RouterReplica))
-    return ingress.bind(config.router_options(), config.role_plans(), *workers)
+    keyed = API_KEYS_ENV in os.environ
+    return ingress.bind(config.router_options(), config.role_plans(), *workers, keys_given=keyed)
 
 
 def _bind_worker(config: ServeConfig, key: str) -> serve.Application:

@@ -26,9 +26,10 @@ from cluster.reaper import Reaper
 from cluster.role_keeper import RolePlan
 from cluster.roles import Roles, RoleTable, RoleWish
 from cluster.start_notes import StartNote, StartNotes
+from common.descriptors import allow_descriptors
 from common.errors import Unavailable
 from common.ports import Ports
-from common.secrets import open_secret
+from common.secrets import members_secret
 from router.directory.server import DirectoryHost
 from wire.records import Role
 
@@ -62,10 +63,12 @@ class DirectoryActor:
     ) -> None:
         """Ray restarts the actor with the same arguments, so key and plans outlive its process. What an
         operator has said about roles, routers and workers tell the next one."""
+        allow_descriptors()
         self._roles = Roles(plans)
+        interface = node_interface(sockets.interface)
         self._host = DirectoryHost(
-            node_interface(sockets.interface),
-            open_secret(sockets.secret_file),
+            interface,
+            members_secret(sockets.secret_file, interface),
             lease_s,
             ports=Ports(sockets.ports, "ports.mailboxes"),
             is_new=False,

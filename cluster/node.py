@@ -5,8 +5,7 @@ from __future__ import annotations
 import ray
 
 from common.errors import ConfigError
-from common.host import AUTO, local_address
-from wire.options import is_loopback
+from common.host import AUTO, is_loopback, local_address
 
 RACK_LABEL = "baton/rack"
 """The label of Ray's nodes that names their rack: `ray start --labels baton/rack=r7`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from common.host import AUTO
 from router.admin_listener import AdminListener
 from router.api.app import build_app
 from router.api.asgi import App, Receive, Scope, Send
+from router.keys import API_KEYS_ENV
 from router.options import RoutedModel, RouterOptions
 from router.service import Router
 
@@ -36,16 +38,19 @@ class RouterReplica:
 
     # Serve awaits the constructor: the router must start on the event loop that will serve its requests.
     async def __init__(  # type: ignore[misc]
-        self, options: RouterOptions, plans: Mapping[str, RolePlan], *_workers: Any
+        self, options: RouterOptions, plans: Mapping[str, RolePlan], *_workers: Any, keys_given: bool = False
     ) -> None:
         """Create or find the directory, which assigns roles by the `plans`, and start the router. `_workers`
-        are only tied to the application."""
+        are only tied to the application. `keys_given`: API keys were in the environment in which it was
+        built. Raises ReplicaRefused for options that cannot work."""
         self._plans = plans
         self._configured = False
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
         own = options.admin_host == AUTO
         with readable_refusal():
+            if keys_given:
+                check_keys(options)
             # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
             self._resume_key = options.shared_resume_key()
             models = [await asyncio.to_thread(_with_files, one) for one in options.served]
@@ -115,6 +120,16 @@ class RouterReplica:
                 self._router.membership.move_directory(await asyncio.to_thread(self._directory))
             except (RayError, Unavailable) as error:
                 log.warning("the directory cannot be reached, trying again: %s", error)
+
+
+def check_keys(options: RouterOptions) -> None:
+    """Ray does not pass the environment on: without the keys that were meant, everybody would be let in."""
+    if options.api_keys_file is None and API_KEYS_ENV not in os.environ:
+        raise ConfigError(
+            "api_keys_file",
+            f"{API_KEYS_ENV} was set where the application was built, and is not in the router's environment",
+            "set it for Ray on every node, or in `env` of the router, or give a file",
+        )
 
 
 def _with_files(model: RoutedModel) -> RoutedModel:

@@ -201,6 +201,7 @@ def share_machine(config: ServeConfig) -> ServeConfig:
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = len(gpus_found())
     if gpus and not config.models and not any(section.num_gpus for section in sections.values()):
-        share = {"num_gpus": min(1.0, gpus / workers)}
+        # Ray looks for the whole share on one GPU: of three workers on two, each has a half.
+        share = {"num_gpus": 1.0 / -(-workers // gpus)}
         changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
     return config.model_copy(update=changes)

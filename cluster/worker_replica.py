@@ -20,6 +20,7 @@ from cluster.node import node_interface, node_rack
 from cluster.refusal import readable_refusal
 from cluster.start_notes import told
 from cluster.worker_ids import worker_id
+from common.descriptors import allow_descriptors
 from common.garbage import freeze_gc
 from common.start_log import start_log
 from scaling.load import load_share, worker_sample
@@ -45,6 +46,7 @@ class WorkerReplica:
 
         Without a `role` the directory says which one it has, then and later.
         """
+        allow_descriptors()
         self._drain_s = drain_s
         context = serve.get_replica_context()
         finder = DirectoryFinder(context.app_name)

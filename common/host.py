@@ -40,6 +40,14 @@ def process_start(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # the name, in parentheses, may contain anything
 
 
+def is_loopback(interface: str) -> bool:
+    """Whether only this host reaches an interface."""
+    try:
+        return ipaddress.ip_address(interface).is_loopback
+    except ValueError:
+        return interface == "localhost"
+
+
 def local_address(interface: str) -> str:
     """The address that sockets of this host bind to and peers are told, for an address, a network device
     (`eth0`), a name of this host, or `auto`: the address from which this host reaches others.

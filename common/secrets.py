@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.host import is_loopback
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # noqa: S105 - a name
 _KEY = "cluster_secret_file"
@@ -69,6 +70,22 @@ def open_secret(path: Path | None) -> ClusterSecret | None:
         return ClusterSecret(_read(path), path)
     given = os.environ.get(SECRET_VARIABLE)
     return ClusterSecret((_checked(given.strip().encode(), SECRET_VARIABLE),)) if given is not None else None
+
+
+def members_secret(path: Path | None, interface: str) -> ClusterSecret | None:
+    """The secret for sockets that are bound to `interface`; None: they are on loopback and need none.
+
+    Options were checked where they were read, which may have been in another process with another
+    environment. Raises ConfigError for what `open_secret` does, and for no secret off loopback.
+    """
+    secret = open_secret(path)
+    if secret is None and not is_loopback(interface):
+        raise ConfigError(
+            _KEY,
+            f"{interface} is open to the network, and the environment here lacks {SECRET_VARIABLE}",
+            "set it for Ray on every node, or in `env` of each deployment, or give a file",
+        )
+    return secret
 
 
 def _read(path: Path) -> tuple[bytes, ...]:

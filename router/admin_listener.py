@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from common.errors import ConfigError
-from common.host import LOOPBACK
+from common.host import LOOPBACK, is_loopback
 from router.api.admin_app import build_admin_app
 from router.connections import ConnectionLimits, HttpConfig, HttpServer
 from router.dashboard.live import LiveFeed
@@ -35,14 +35,14 @@ class AdminListener:
         """
         host = options.admin_host
         keys = Keys("admin_key_file", options.admin_key_file, ADMIN_KEY_ENV, plain_keys)
-        if not (_is_loopback(host) or keys.required):
+        if not (is_loopback(host) or keys.required):
             raise ConfigError(
                 "admin_host",
                 f"{host} is not loopback, and there is no key",
                 f"set admin_key_file or {ADMIN_KEY_ENV}, or use {LOOPBACK}",
             )
         self._socket = _bind_first(host, options.admin_port_range)
-        self._tls = None if _is_loopback(host) else tls
+        self._tls = None if is_loopback(host) else tls
         self.url = url_of(self._socket, self._tls is not None, reached_at if _is_any(host) else "")
         self._keys = keys
         self._live: LiveFeed | None = None
@@ -91,10 +91,3 @@ def _is_any(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

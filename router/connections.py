@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import http
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from common.descriptors import allow_descriptors
 from common.errors import ConfigError
 from router.tls import Tls
 
@@ -254,11 +254,7 @@ def possible_connections(wanted: int) -> int:
 
     Raises ConfigError when there are hardly any.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft = allow_descriptors(wanted + _OTHER_FILES)
     if soft <= _OTHER_FILES:
         raise ConfigError("ulimit", f"{soft} open files are too few", f"allow more than {_OTHER_FILES}")
     return min(wanted, soft - _OTHER_FILES)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.host import LOOPBACK, local_address
+from common.host import LOOPBACK, is_loopback, local_address
 from common.options import Options
 from common.ports import Ports, PortText
-from common.secrets import SECRET_VARIABLE, ClusterSecret, open_secret
-
-
-def is_loopback(interface: str) -> bool:
-    """Whether only this host reaches an interface."""
-    try:
-        return ipaddress.ip_address(interface).is_loopback
-    except ValueError:
-        return interface == "localhost"
+from common.secrets import SECRET_VARIABLE, ClusterSecret, members_secret
 
 
 class PortOptions(Options):
@@ -66,8 +57,8 @@ class SocketOptions(Options):
         return self.model_copy(update={"interface": local_address(self.interface)})
 
     def secret(self) -> ClusterSecret | None:
-        """The cluster's secret. Raises ConfigError for one that cannot be used."""
-        return open_secret(self.cluster_secret_file)
+        """The cluster's secret. Raises ConfigError for one that cannot be used, and for none off loopback."""
+        return members_secret(self.cluster_secret_file, self.interface)
 
 
 class ServedModel(Options):

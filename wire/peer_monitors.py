@@ -92,11 +92,15 @@ class PeerMonitors:
         self._checked_at = time.monotonic()
 
     def add(self, address: str, socket: zmq.Socket[bytes]) -> None:
-        """Watch a socket that is about to connect to `address`."""
+        """Watch a socket that is about to connect to `address`. Raises ZMQError if it cannot."""
         endpoint = f"inproc://peer-{next(_names)}"
         socket.monitor(endpoint, _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         monitor = self._context.socket(zmq.PAIR)
-        monitor.connect(endpoint)
+        try:
+            monitor.connect(endpoint)
+        except zmq.ZMQError:
+            monitor.close(linger=0)
+            raise
         one = _Monitored(address, socket, monitor, None, time.monotonic() + _FIRST_S)
         descriptor = int(monitor.getsockopt(zmq.FD))
         self._by_address[address] = self._by_descriptor[descriptor] = self._unsettled[address] = one

@@ -310,7 +310,12 @@ class PeerSockets:
         if self._curve is not None:
             self._curve.connect(socket, parsed, self._attempts.get(address, 0))
         send_heartbeats(socket)
-        self._monitors.add(address, socket)
+        try:
+            self._monitors.add(address, socket)
+        except zmq.ZMQError as error:  # no descriptors are left
+            self._quiet.warning("cannot connect to a peer at %r: %s", address, error)
+            socket.close(linger=0)
+            return None
         try:
             socket.connect(parsed.endpoint)
         except zmq.ZMQError as error:

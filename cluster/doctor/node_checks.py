@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from cluster.config import ServeConfig, most_replicas
 from cluster.deployments import Deployment
 from cluster.doctor.facts import UNLIMITED, Case, Finding, Grade, NodeFacts
-from wire.options import PortOptions, is_loopback
+from common.host import is_loopback
+from wire.options import PortOptions
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LESS_KV = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from common.arguments import ExactParser
+from common.descriptors import allow_descriptors
 from common.options import exit_on_config_error, read_options
 from router.directory.options import DirectoryOptions
 from router.directory.server import DirectoryHost
@@ -29,6 +30,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     told = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)  # before any thread is started, which inherits it
+    allow_descriptors()
     with exit_on_config_error("directory"):
         options = read_options(DirectoryOptions, given.options).here()
         host = DirectoryHost(

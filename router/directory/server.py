@@ -8,6 +8,7 @@ lists them, so that they find each other (router/placement/peers.py).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -202,6 +203,12 @@ class DirectoryServer:
         self._send(router, view)
 
 
+def end_process() -> None:
+    """End this process, so that whoever started it starts another: Ray an actor, an operator's supervisor a
+    command."""
+    os._exit(1)
+
+
 class DirectoryHost:
     """A directory with a mailbox and a thread of its own, for use without a router (cluster/, tests)."""
 
@@ -216,16 +223,19 @@ class DirectoryHost:
         is_new: bool = True,
         on_lost: Callable[[WorkerRecord], None] | None = None,
         assign_roles: AssignRoles = lambda _records, _settings, _now: RoleOrders(),
+        on_failed: Callable[[], None] = end_process,
     ) -> None:
         """At `port`, or if it is 0 at one of `ports`. `is_new`: no worker of an earlier directory will find
-        this one. Otherwise it settles first. `on_lost` and `assign_roles` are called on its thread.
-        Raises ConfigError for a port that cannot be had.
+        this one. Otherwise it settles first. `on_lost`, `assign_roles` and `on_failed` are called on its
+        thread, the last one when a thread has failed: leases that nobody renews would end, and every worker
+        would be taken for lost. Raises ConfigError for a port that cannot be had.
         """
         self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port, ports=ports)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send, on_lost)
         self._assign_roles = assign_roles
+        self._on_failed = on_failed
         self._quiet = QuietLog(log)
         self._tick_s = min(0.1, lease_s / 10)
         self._closing = threading.Event()
@@ -253,14 +263,23 @@ class DirectoryHost:
         self.close()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            mail = self._mailbox.wait(self._tick_s)
-            now = time.monotonic()
-            for one in mail:
-                if not self._server.handle(one, now):
-                    self._quiet.warning("the directory does not take %s", type(one.message).__name__)
-            self._server.tick(now)
-            orders = self._assign_roles(self._server.records(now), self._server.settings, now)
-            self._server.say(orders.said, now)
-            for record, role in orders.asked:
-                self._mailbox.send(record.mailbox, SetRole(role))
+        try:
+            while not self._closing.is_set():
+                self._turn()
+        except Exception:
+            log.exception("the directory has failed")
+            self._on_failed()
+
+    def _turn(self) -> None:
+        mail = self._mailbox.wait(self._tick_s)
+        if not self._mailbox.running:
+            raise RuntimeError("a thread of the directory's mailbox has ended")
+        now = time.monotonic()
+        for one in mail:
+            if not self._server.handle(one, now):
+                self._quiet.warning("the directory does not take %s", type(one.message).__name__)
+        self._server.tick(now)
+        orders = self._assign_roles(self._server.records(now), self._server.settings, now)
+        self._server.say(orders.said, now)
+        for record, role in orders.asked:
+            self._mailbox.send(record.mailbox, SetRole(role))

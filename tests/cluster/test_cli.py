@@ -265,6 +265,7 @@ def test_every_refusal_is_one_line_and_exit_code_2(
     ("raw", "threads", "gpus"),
     [
         ({"decode": {"num_replicas": 3}}, 2, 0.5),
+        ({"decode": {"num_replicas": 2}}, 2, 0.5),
         ({"prefill": {"num_replicas": 0}}, 8, 1.0),
         ({"worker": {"threads": 5}, "decode": {"num_gpus": 2}}, 5, 2),
         ({"roles": "dynamic", "dynamic": {"num_replicas": 4}}, 2, 0.5),

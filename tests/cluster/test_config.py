@@ -12,8 +12,10 @@ from ray.serve.config import AutoscalingConfig
 from cluster.app import _worker_settings, application
 from cluster.config import ServeConfig, parse_config, read_config
 from cluster.role_keeper import RolePlan
+from cluster.router_replica import check_keys
 from common.errors import ConfigError
 from kvcache.shares.config import SharesConfig, TenantShare
+from router.keys import API_KEYS_ENV
 from wire.records import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -162,6 +164,26 @@ def test_the_total_of_dynamic_roles_is_scaled_on_both_objectives() -> None:
     assert (found["upscale_delay_s"], found["downscale_delay_s"]) == (0.0, 0.0)
     told = found["policy"]["policy_kwargs"]
     assert told == {"ttft_s": 2.0, "itl_s": 0.1, "start_s": 30, "hold_s": 90, "period_s": 10.0}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_router_without_the_keys_that_were_meant_is_refused(
+    given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray does not pass the environment on in which the application was built."""
+    monkeypatch.delenv(API_KEYS_ENV, raising=False)
+    if given:
+        monkeypatch.setenv(API_KEYS_ENV, "sk-0123456789abcdef")
+    config = parse_config({"model": "m"})
+    built = build_serve_app(application(config), name="baton").deployments
+    (router,) = (one for one in built if one.name == "router")
+    assert router.init_kwargs == {"keys_given": given}
+    monkeypatch.setenv(API_KEYS_ENV, "sk-0123456789abcdef")
+    check_keys(config.router_options())
+    monkeypatch.delenv(API_KEYS_ENV)
+    with pytest.raises(ConfigError, match=API_KEYS_ENV):
+        check_keys(config.router_options())
+    check_keys(config.router_options().model_copy(update={"api_keys_file": tmp_path / "keys"}))
 
 
 def test_cpus_count_what_autoscaling_may_reach() -> None:

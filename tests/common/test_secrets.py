@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.secrets import SECRET_VARIABLE, open_secret
+from common.secrets import SECRET_VARIABLE, members_secret, open_secret
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
 
 
@@ -87,3 +87,15 @@ def test_a_changed_file_that_cannot_be_used_changes_nothing(tmp_path: Path) -> N
     os.utime(file, ns=(1, 1))
     secret.refresh(30.0)
     assert secret.accepted == (OTHER_SECRET.encode(),)
+
+
+@pytest.mark.parametrize("interface", ["10.0.0.1", "eth0", "auto"])
+def test_sockets_off_loopback_need_one(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options may have been checked in another process, whose environment had the secret."""
+    assert members_secret(None, "127.0.0.1") is None
+    with pytest.raises(ConfigError, match=f"{interface} is open to the network"):
+        members_secret(None, interface)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    secret = members_secret(None, interface)
+    assert secret is not None
+    assert secret.accepted == (SECRET.encode(),)

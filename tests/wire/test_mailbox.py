@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from wire.codec import encode
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Abort, Receipt, Watch
+from wire.peer_monitors import PeerMonitors
 from wire.security import Curve
 from wire.senders import NO_MARK
 from wire.sockets import PeerSockets, open_context
@@ -104,6 +106,25 @@ def test_a_message_to_no_valid_address_is_dropped_and_costs_nothing_else() -> No
         assert [m.message for m in right.wait(5.0)] == [Watch()]
         assert left.dropped == 2
         assert left.running
+
+
+def test_a_peer_for_which_no_descriptor_is_left_is_not_reached_and_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_monitor(self: PeerMonitors, address: str, socket: zmq.Socket[bytes]) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with Mailbox() as left, Mailbox() as right, Mailbox() as other:
+        left.send(right.address, Watch())
+        assert right.wait(5.0)
+        with monkeypatch.context() as without:
+            without.setattr(PeerMonitors, "add", no_monitor)
+            left.send(other.address, Watch())
+            left.send(right.address, Watch(2))
+            assert [m.message for m in right.wait(5.0)] == [Watch(2)]
+        assert left.running
+        left.send(other.address, Watch(3))
+        assert [m.message for m in other.wait(5.0)] == [Watch(3)]
 
 
 def test_nudge_ends_a_wait() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from router.directory.client import DirectoryClient
 from router.directory.directory import Directory
 from router.directory.incarnations import Incarnations
-from router.directory.server import DirectoryHost, DirectoryServer
+from router.directory.server import DirectoryHost, DirectoryServer, RoleOrders
 from tests.support.fake_worker import FakeWorker, group_layout
 from tests.support.members import SECRET, curve_of, secret_of
 from wire.mailbox import Mail, Mailbox
@@ -305,6 +306,39 @@ def test_over_mailboxes_a_process_that_was_replaced_is_told(is_new: bool) -> Non
         assert first.replaced.wait(5)
         assert first.record.incarnation < second.record.incarnation
         assert not second.replaced.is_set()
+
+
+@pytest.mark.parametrize("failing", ["mailbox", "roles"])
+def test_a_thread_that_fails_ends_the_directory_and_no_worker(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads the renewals of their leases any more."""
+    lost: list[str] = []
+    failed, broken = threading.Event(), threading.Event()
+
+    def assign(_records: object, _settings: object, _now: float) -> RoleOrders:
+        if broken.is_set() and failing == "roles":
+            raise RuntimeError("a bug")
+        return RoleOrders()
+
+    with ExitStack() as cleanup:
+        host = DirectoryHost(
+            lease_s=0.3,
+            on_lost=lambda record: lost.append(record.id),
+            assign_roles=assign,
+            on_failed=failed.set,
+        )
+        cleanup.callback(host.close)
+        worker = FakeWorker(Role.DECODE, host.address, announce_s=0.05)
+        cleanup.callback(worker.close)
+        assert worker.leased.wait(5)
+        if failing == "mailbox":
+            monkeypatch.setattr(Mailbox, "running", False)
+        broken.set()
+        assert failed.wait(5)
+        host._thread.join(5)
+        assert not host._thread.is_alive()
+    assert lost == []
 
 
 def test_every_view_says_who_watches() -> None:
