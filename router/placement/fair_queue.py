@@ -3,14 +3,17 @@
 Each tenant has a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI
 2024). It grows by what the tenant is served, divided by its weight: by prompt tokens when a room's turn
 comes, and by output tokens as they are produced. The waiting tenant with the smallest counter is next. When a
-tenant begins to wait, its counter is lifted to the smallest counter of those that wait, so idle time earns no
+tenant begins to wait, its counter is lifted to where the earliest next turn will end, so idle time earns no
 credit.
 
-    A  |#########|##|          order: B, then C, then A
-    B  |####|
-    C  |######|                D arrives: it starts at B's counter
+    A  |#########|.....|       # served, . the prompt whose turn is next
+    B  |####|...|              order: B, then C, then A
+    C  |######|.......|
+    D          |..|            arrives: it starts where B's next turn will end
 
-Of tenants with equal counters, the one that was served longest ago is next.
+The paper lifts it to the smallest counter. Then a stream of new tenants, each with one room, could keep those
+ahead of them waiting for ever; here the stream moves on. Of tenants with equal counters, the one whose last
+turn was, or that began to wait, longest ago is next.
 
 Deficit round robin was rejected. It must know a request's cost when its turn comes, and here most of the
 cost, the output, is known only later. Within a tenant, greater priority comes first, then earlier arrival.
@@ -59,7 +62,11 @@ class _Tenant:
     waiting: list[Waiting] = field(default_factory=list)
     waiting_tokens: int = 0
     running: int = 0  # rooms that had their turn and have not ended
-    turn: int = 0  # the number of its last turn
+    turn: int = 0  # the number of its last turn, or of when it began to wait: decides between equal counters
+
+    def first_end(self) -> float:
+        """Its counter after its first waiting room's turn, if nothing of that prompt is cached."""
+        return self.counter + INPUT_WEIGHT * self.waiting[0].tokens / self.weight
 
 
 def _order(waiting: Waiting) -> tuple[int, int]:
@@ -155,11 +162,11 @@ class FairQueue:
         rooms = float(mine)
         at = (level if owner is None else max(owner.counter, level)) + INPUT_WEIGHT * tokens / weight
         for other in self._queued.values():
-            if other is not owner:
+            if other is not owner and other.counter <= at:  # it has waited longer: its first room is ahead
                 share = (at - other.counter) * other.weight / (INPUT_WEIGHT * other.waiting_tokens)
-                share = min(1.0, max(0.0, share))
-                tokens += share * other.waiting_tokens
-                rooms += share * len(other.waiting)
+                share = min(1.0, share)
+                tokens += max(share * other.waiting_tokens, other.waiting[0].tokens)
+                rooms += max(share * len(other.waiting), 1.0)
         return Ahead(rooms, tokens)
 
     # -- inside --------------------------------------------------------------------------------
@@ -171,16 +178,17 @@ class FairQueue:
     def _level(self) -> float:
         """The counter that a tenant has at least when it begins to wait."""
         if self._queued:
-            return min(one.counter for one in self._queued.values())
+            return min(one.first_end() for one in self._queued.values())
         return self._last.counter if self._last is not None else 0.0
 
     def _enter(self, name: str) -> _Tenant:
         owner = self._tenants.get(name)
         if owner is None:
             owner = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0), self._level())
-        elif not owner.waiting:
+        if not owner.waiting:
             self._idle.pop(name, None)
             owner.counter = max(owner.counter, self._level())
+            owner.turn = next(self._numbers)
         return owner
 
     def _take(self, owner: _Tenant, waiting: Waiting) -> None:

@@ -37,7 +37,7 @@ def test_one_behind_a_thousand_waits_for_one_turn() -> None:
     push_all(queue, "a", range(1000))
     assert turns(queue, 300) == ["a"] * 300
     queue.push(2000, "b", 0, 10, NEVER)
-    assert "b" in turns(queue, 1)
+    assert turns(queue, 2) == ["a", "b"]
 
 
 def test_a_newcomer_waits_for_one_turn_of_each_at_most() -> None:
@@ -49,6 +49,33 @@ def test_a_newcomer_waits_for_one_turn_of_each_at_most() -> None:
     served = turns(queue, 6)
     assert "late" in served
     assert len(set(served)) == len(served)
+
+
+def test_newcomers_keep_nobody_waiting_who_waited_before_them() -> None:
+    queue = FairQueue({})
+    push_all(queue, "returns", range(1))
+    turns(queue, 1)
+    push_all(queue, "a", range(10, 11))
+    push_all(queue, "b", range(20, 21))
+    push_all(queue, "returns", range(1, 2))
+    served = []
+    for room in range(100, 110):
+        push_all(queue, f"new {room}", range(room, room + 1))  # one per turn: the queue never gets shorter
+        served += turns(queue, 1)
+    assert served[:4] == ["a", "b", "returns", "new 100"]
+
+
+def test_newcomers_pass_a_tenant_that_had_more_until_they_had_as_much() -> None:
+    queue = FairQueue({})
+    push_all(queue, "new", range(2))
+    push_all(queue, "old", range(2, 4))
+    assert turns(queue, 2) == ["new", "old"]
+    queue.charge("old", 0, 50)  # ten prompts of the newcomers
+    served = []
+    for room in range(100, 150):
+        push_all(queue, f"new {room}", range(room, room + 1))
+        served += turns(queue, 1)
+    assert served.index("old") <= 12, "when the others have had as much"
 
 
 def test_weights_are_shares() -> None:
@@ -64,8 +91,8 @@ def test_output_is_charged_as_it_comes() -> None:
     push_all(queue, "a", range(100))
     push_all(queue, "b", range(100, 200))
     assert sorted(turns(queue, 2)) == ["a", "b"]
-    queue.charge("a", 0, 20)  # four of b's prompts
-    assert turns(queue, 4) == ["b"] * 4
+    queue.charge("a", 0, 20)  # four of b's prompts, and b began one behind a
+    assert turns(queue, 4) == ["b"] * 3 + ["a"]
 
 
 def test_idle_time_is_no_credit() -> None:
@@ -92,8 +119,19 @@ def test_what_is_ahead_of_a_newcomer() -> None:
     assert queue.ahead("a", 1) == (0, 0)
     assert queue.ahead("b", 0).tokens <= 100  # its turn is next but one at most
     push_all(queue, "b", range(10, 14), tokens=100)
-    assert queue.ahead("b", 0) == (8, 800)
+    assert queue.ahead("b", 0) == (9, 900)
     assert queue.ahead("a", 0) == (14, 1400)
+
+
+def test_those_who_began_at_the_same_counter_are_ahead_of_a_newcomer() -> None:
+    queue = FairQueue({"heavy": 4.0})
+    push_all(queue, "a", range(1), tokens=100)
+    for room in range(1, 6):
+        push_all(queue, f"t{room}", range(room, room + 1), tokens=30)
+    push_all(queue, "heavy", range(6, 9), tokens=80)
+    assert queue.ahead("late", 0) == (7, 100 + 5 * 30 + 80)
+    push_all(queue, "late", range(10, 12), tokens=100)
+    assert turns(queue, 8)[-1] == "late"
 
 
 def test_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
