@@ -55,6 +55,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     prefilled_tokens: Natural = 0  # likewise
     decoded_tokens: Natural = 0  # likewise
     since_turn_s: Quantity = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
+    age_s: Quantity = 0.0  # since the worker took these figures
+    mail_age_s: Quantity = 0.0  # since it took its mail before: what came later is not in them
 
 
 class GroupPages(msgspec.Struct, frozen=True):

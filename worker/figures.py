@@ -1,19 +1,41 @@
-"""The figures of a worker that its record carries, for operators."""
+"""What a worker's record carries of its work: the load, for routers, and figures for operators."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
+from dataclasses import dataclass
 from operator import itemgetter
+
+from msgspec.structs import replace
 
 from kvcache.memory import Memory
 from kvcache.radix_tree import pages_by_tenant
 from kvcache.storage.backend import StorageStats
 from scheduler.metrics import SchedulerMetrics
 from wire.page_hash import tenant_of_key
-from wire.records import Counts, GroupPages, MovedPages, WorkerFigures
+from wire.records import Counts, GroupPages, MovedPages, WorkerFigures, WorkerLoad
 
 _TENANTS_TOLD = 64  # the record goes to every router several times a second
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLook:
+    """One look at the load. Times are of the monotonic clock. The loop replaces it whole, because the
+    heartbeat's thread reads it."""
+
+    load: WorkerLoad
+    taken_at: float
+    mail_at: float  # when the mail that it includes was taken: at the beginning of that turn
+
+    def aged(self, turned_at: float, now: float) -> WorkerLoad:
+        """The load with its ages. They are no times, because hosts' clocks differ."""
+        return replace(
+            self.load,
+            since_turn_s=round(now - turned_at, 3),
+            age_s=round(now - self.taken_at, 3),
+            mail_age_s=round(now - self.mail_at, 3),
+        )
 
 
 def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
 from common.errors import WorkerLost
 from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
@@ -26,7 +24,7 @@ from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
-from worker.figures import worker_figures
+from worker.figures import LoadLook, worker_figures
 from worker.forgetting import TenantForgetting
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
@@ -70,7 +68,7 @@ class Worker:
         self._services = self.parts.services
         self._role = self.parts.role
         self._scheduler = self._role.scheduler
-        self._load = self._scheduler.load()
+        self._load = LoadLook(self._scheduler.load(), time.monotonic(), time.monotonic())
         self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         self._process_start = process_start(os.getpid())
         self._limits = RequestLimits(
@@ -92,7 +90,6 @@ class Worker:
         self.beats = 0  # turns of the loop
         self._beat_at = time.monotonic()
         self._swept_at = 0.0
-        self._load_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._watchdog = Watchdog(self._watched(), self._give_up)
 
@@ -127,6 +124,7 @@ class Worker:
 
     def record(self) -> WorkerRecord:
         """This worker as routers should see it now."""
+        look, turned_at = self._load, self._beat_at  # before the time, as the loop may replace them now
         services, publisher, spec = self._services, self.parts.publisher, self.parts.engine.spec
         return WorkerRecord(
             id=self.id,
@@ -152,7 +150,7 @@ class Worker:
             host=host_identity(),
             rack=self.options.rack,
             transfer_backends=self._role.backends(),
-            load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),
+            load=look.aged(turned_at, time.monotonic()),
             figures=self._figures,
             draining=self._drain.begun,
             swept=swept_holds(services),
@@ -246,6 +244,7 @@ class Worker:
 
     def turn(self, mails: list[Mail]) -> bool:
         """One turn of the loop. Whether the scheduler did something: then the next turn must not wait."""
+        began_at = time.monotonic()
         for mail in mails:
             self._mail.handle(mail)
         for address, state in self._services.mailbox.take_peers().items():
@@ -261,8 +260,8 @@ class Worker:
         self._publish()
         self.beats += 1
         self._beat_at = time.monotonic()
-        if not busy or self._beat_at - self._load_at >= _LOAD_S:
-            self._update_load(self._beat_at)
+        if not busy or self._beat_at - self._load.taken_at >= _LOAD_S:
+            self._update_load(began_at, self._beat_at)
         if self._beat_at - self._swept_at >= _SWEEP_S:
             self._sweep(self._beat_at)
         self._idle_check.turn(not busy and self._scheduler.idle, self._beat_at)
@@ -278,12 +277,11 @@ class Worker:
         if publisher.snapshot_wanted:
             publisher.publish_snapshot(*memory.snapshot())
 
-    def _update_load(self, now: float) -> None:
-        self._load_at = now
-        self._load = self._scheduler.load()
+    def _update_load(self, mail_at: float, now: float) -> None:
+        self._load = LoadLook(self._scheduler.load(), now, mail_at)
         self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         if self._heartbeat is not None:
-            self._heartbeat.on_load(self._load)
+            self._heartbeat.on_load(self._load.load)
 
     def _sweep(self, now: float) -> None:
         self._swept_at = now

@@ -2,7 +2,8 @@
 
 Three sources are combined, because none is enough alone:
 
-    report   the worker's own, sent with every renewal of its lease. Complete, but a fraction of a second old.
+    report   the worker's own, sent with every renewal of its lease. Complete, but a fraction of a second
+             old, or as old as a long forward.
     own      what this router has assigned and has not seen finished.
     peers    what the other routers have assigned (peers.py).
 
@@ -11,17 +12,27 @@ all routers have assigned since the report and have not seen finished. A prompt 
 report is not subtracted when it finishes: the report may have counted only a part of it. A decode worker
 keeps a request until its end, so its requests and context are the greater of the report and of the routers'
 sum.
+
+A worker's figures date from the end of a turn, and include the mail that it took at the turn's beginning. In
+a long forward it renews its lease with the figures from before. So a report tells how old the figures are and
+how old their mail. "Since the report" is since the figures for what the worker computes, and since their mail
+for what is assigned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
+from itertools import takewhile
 
 from wire.records import WorkerLoad, WorkerRecord
 
 NO_REPORT = WorkerLoad()
 """The load of a worker that has not reported any."""
-_UNREPORTED_S = 0.05  # a prompt assigned this long before a report may not have reached the worker by then
+_UNREPORTED_S = 0.05  # a prompt assigned this long before the mail was taken may not have been in it
+
+_Assigned = tuple[float, int]
+"""When something was assigned, and its tokens."""
 
 
 @dataclass(slots=True)
@@ -42,12 +53,17 @@ class WorkerLoadEstimate:
     """One incarnation of one worker."""
 
     record: WorkerRecord
-    reported_at: float
-    report_number: int = 0
+    now: InitVar[float]
+    reported_at: float = field(init=False)  # when the worker took the figures of its last report
     own: AssignedLoad = field(default_factory=AssignedLoad)
     peers: AssignedLoad = field(default_factory=AssignedLoad)
-    _prefilling: dict[int, tuple[float, int]] = field(default_factory=dict)  # ticket -> (time, tokens)
+    _mail_at: float = field(init=False)  # when it took the mail that they include
+    _prefilling: dict[int, _Assigned] = field(default_factory=dict)  # by ticket, oldest first
+    _decoding: dict[int, _Assigned] = field(default_factory=dict)  # likewise
     _tickets: int = 0
+
+    def __post_init__(self, now: float) -> None:
+        self._date(now)
 
     def report(self, record: WorkerRecord, now: float) -> bool:
         """Take the record of a new View. A record with the same load as before is not a new report.
@@ -58,20 +74,14 @@ class WorkerLoadEstimate:
         self.record = record
         if record.load == before:
             return False
-        self.reported_at = now
-        self.report_number += 1
-        unreported = 0
-        for assigned_at, tokens in reversed(self._prefilling.values()):
-            if not self._is_unreported(assigned_at):
-                break
-            unreported += tokens
+        self._date(now)
         own = self.own
-        changed = own.promised_rooms > 0 or own.since_tokens != unreported
-        own.since_tokens = unreported
-        # Promises made before the report are assumed to be in it. If one is not, a Prefill is sent early, and
-        # the pages that P keeps for it can be evicted.
-        own.promised_tokens = own.promised_rooms = 0
-        return changed
+        counted = own.since_tokens, own.promised_tokens, own.promised_rooms
+        prefilling = takewhile(self._is_unreported, reversed(self._prefilling.values()))
+        promised = list(takewhile(self._is_promised, reversed(self._decoding.values())))
+        own.since_tokens = _tokens(prefilling)
+        own.promised_tokens, own.promised_rooms = _tokens(promised), len(promised)
+        return counted != (own.since_tokens, own.promised_tokens, own.promised_rooms)
 
     def prefill(self, tokens: int, now: float) -> int:
         """Assign a prompt with this many tokens to compute. Returns a ticket for `prefilled`."""
@@ -85,37 +95,55 @@ class WorkerLoadEstimate:
 
     def prefilled(self, ticket: int) -> None:
         """The prompt is computed, or will not be. Call it once per ticket."""
-        assigned_at, tokens = self._prefilling.pop(ticket)
+        assigned = self._prefilling.pop(ticket)
+        _, tokens = assigned
         own = self.own
         own.prefills -= 1
         own.prefill_tokens -= tokens
-        if self._is_unreported(assigned_at):
+        if self._is_unreported(assigned):
             own.since_tokens -= tokens
 
-    def decode(self, context_tokens: int) -> int:
+    def decode(self, context_tokens: int, now: float) -> int:
         """Assign a request whose prompt and expected output have this many tokens.
 
-        Returns the number of the last report, for `decoded`.
+        Returns a ticket for `decoded`.
         """
         own = self.own
         own.requests += 1
         own.context_tokens += context_tokens
         own.promised_tokens += context_tokens
         own.promised_rooms += 1
-        return self.report_number
+        self._tickets += 1
+        self._decoding[self._tickets] = (now, context_tokens)
+        return self._tickets
 
-    def decoded(self, context_tokens: int, report_number: int) -> None:
-        """The request is over. Call it once. A short request may never have been in a report."""
+    def decoded(self, ticket: int) -> None:
+        """The request is over. Call it once per ticket. A short request may never have been in a report."""
+        assigned = self._decoding.pop(ticket)
+        _, context_tokens = assigned
         own = self.own
         own.requests -= 1
         own.context_tokens -= context_tokens
-        if report_number == self.report_number:
+        if self._is_promised(assigned):
             own.promised_tokens -= context_tokens
             own.promised_rooms -= 1
 
-    def _is_unreported(self, assigned_at: float) -> bool:
-        """Whether the last report may not have counted what was assigned at that time."""
-        return self.reported_at - assigned_at < _UNREPORTED_S
+    def _date(self, now: float) -> None:
+        """The record's load has come. The way that it took is not known, and counts as no time."""
+        load = self.record.load
+        self.reported_at, self._mail_at = now - load.age_s, now - load.mail_age_s
+
+    def _is_unreported(self, prompt: _Assigned) -> bool:
+        """Whether the last report may not have counted a prompt."""
+        return self._mail_at - prompt[0] < _UNREPORTED_S
+
+    def _is_promised(self, request: _Assigned) -> bool:
+        """Whether the last report's headroom is taken to be without a request.
+
+        One that was under way when the mail was taken is missed: a Prefill is sent early, and the pages that
+        P keeps for it can be evicted. To count one twice would keep others waiting until the next report.
+        """
+        return request[0] >= self._mail_at
 
     def requests(self) -> int:
         """Requests that run on a decode worker, or wait to."""
@@ -156,3 +184,7 @@ class WorkerLoadEstimate:
     def promised_rooms(self) -> int:
         """Rows of the last reported headroom that all routers have promised."""
         return self.own.promised_rooms + self.peers.promised_rooms
+
+
+def _tokens(assigned: Iterable[_Assigned]) -> int:
+    return sum(tokens for _, tokens in assigned)

@@ -21,8 +21,8 @@ class Placement(msgspec.Struct, eq=False):  # a dataclass of this many fields is
     context_tokens: int  # prompt and expected output, on D
     decode_load: WorkerLoadEstimate
     prefill_load: WorkerLoadEstimate  # of P, or of D when it does the request alone
-    ticket: int  # from prefill_load
-    report_number: int  # from decode_load
+    prefill_ticket: int  # from prefill_load
+    decode_ticket: int  # from decode_load
     expected: list[Expectation]  # P's first, where there is a P
     source: FetchSource | None = None  # of what the worker that computes the prompt lacks
     prefilled: bool = False

@@ -133,7 +133,7 @@ class Placer:
         left = request.prompt_tokens - hit
         context = request.prompt_tokens + int(request.output_tokens)
         fits, prefill_load = d.fits(context), d if p is None else p
-        ticket, report_number = prefill_load.prefill(left, now), d.decode(context)
+        prefill_ticket, decode_ticket = prefill_load.prefill(left, now), d.decode(context, now)
         self.fleet.own_changed(d)
         if p is not None:
             self.fleet.own_changed(p)
@@ -146,15 +146,15 @@ class Placer:
             self._remember(choice)
         return Placement(
             d.record, None if p is None else p.record, not fits, hit, left, context, d, prefill_load,
-            ticket, report_number, expected, self._source(choice.fetch),
+            prefill_ticket, decode_ticket, expected, self._source(choice.fetch),
         )  # fmt: skip
 
     def take_over(self, request: PlacementRequest, worker: WorkerRecord, now: float) -> Placement:
         """Count a request that a decode worker runs already."""
         d = self.fleet.estimate(worker.id) or WorkerLoadEstimate(worker, now)  # it may have left meanwhile
         context = request.prompt_tokens + int(request.output_tokens)
-        ticket, report_number = d.prefill(0, now), d.decode(context)
-        placement = Placement(worker, None, False, 0, 0, context, d, d, ticket, report_number, [])
+        tickets = d.prefill(0, now), d.decode(context, now)
+        placement = Placement(worker, None, False, 0, 0, context, d, d, *tickets, [])
         self.prefilled(placement, now)
         return placement
 
@@ -163,7 +163,7 @@ class Placer:
         if placement.prefilled:
             return
         placement.prefilled = True
-        placement.prefill_load.prefilled(placement.ticket)
+        placement.prefill_load.prefilled(placement.prefill_ticket)
         self.fleet.own_changed(placement.prefill_load)
         if placement.source is not None and self.policy.peers is not None:
             self.policy.peers.ended(placement.source.worker)
@@ -174,7 +174,7 @@ class Placer:
         """The epoch is over. Call it once."""
         self.prefilled(placement, now)
         self._expected.arrived(placement.expected, now)
-        placement.decode_load.decoded(placement.context_tokens, placement.report_number)
+        placement.decode_load.decoded(placement.decode_ticket)
         self.fleet.own_changed(placement.decode_load)
 
     def worker_at(self, mailbox: str) -> WorkerRecord | None:

@@ -38,4 +38,4 @@ def test_a_decode_worker_has_the_rows_that_it_said() -> None:
     estimate = WorkerLoadEstimate(record("d", role=Role.DECODE, load=load), 0.0)
     for left in (True, True, False):
         assert estimate.fits(100) is left
-        estimate.decode(100)
+        estimate.decode(100, 0.0)

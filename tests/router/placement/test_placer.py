@@ -94,6 +94,38 @@ def test_what_was_placed_just_before_a_report_is_not_taken_to_be_in_it() -> None
     assert made.fleet.candidates(1.1)[0].queued.tolist() == [500]
 
 
+def test_what_was_placed_in_a_forward_counts_until_a_report_with_later_mail() -> None:
+    made = placer("kv", [prefill("p"), decode("d")])
+
+    def place(at: float) -> int:
+        choice = made.choose(ask(60), at)
+        assert choice is not None
+        return made.place(choice, at).prefill_tokens
+
+    def counted(queued: int, age_s: float, now: float) -> tuple[float, int]:
+        """Tokens in P's queue that P did not report, and rooms promised to D, after reports of both."""
+        made.update([prefill("p", queued, mail_age_s=age_s), decode("d", mail_age_s=age_s)], now)
+        d = made.fleet.estimate("d")
+        assert d is not None
+        return made.fleet.candidates(now)[0].queued.item() - queued, d.own.promised_rooms
+
+    first = place(0.1)
+    assert counted(400, 1.0, 1.0) == (first, 1)  # the lease is renewed in a forward that began at 0
+    second = place(1.1)
+    third = place(1.3)
+    assert counted(400, 2.0, 2.0) == (first + second + third, 3)
+    assert counted(500, 0.9, 2.1) == (third, 1)  # the next one began at 1.2
+    assert counted(600, 0.1, 3.0) == (0, 0)
+
+
+def test_a_queue_shrinks_from_when_the_worker_looked_at_it() -> None:
+    made = placer("kv", [prefill("p"), decode("d")])
+    for now in (2.0, 3.0):  # at 1.5, after a forward of 1.4 s
+        ages = {"age_s": now - 1.5, "mail_age_s": now - 0.1}
+        made.update([prefill("p", 1000, prefill_tokens_per_s=400.0, **ages), decode("d")], now)
+        assert made.fleet.candidates(3.5)[0].queued.tolist() == [200]
+
+
 def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
     """The last token is always computed, and with it its page."""
     made = placer("kv", [prefill("p"), decode("d")])
@@ -152,10 +184,12 @@ class Books(RuleBasedStateMachine):
         if self.placements:
             self.placer.close(self.placements.pop(index % len(self.placements)), self.now)
 
-    @rule(name=st.sampled_from(NAMES), busy=st.integers(0, 1000))
-    def report(self, name: str, busy: int) -> None:
+    @rule(name=st.sampled_from(NAMES), busy=st.integers(0, 1000), age_s=st.sampled_from([0.0, 0.1, 1.5]))
+    def report(self, name: str, busy: int, age_s: float) -> None:
         if name in self.records:
-            load = replace(self.records[name].load, queued_prefill_tokens=busy, running_requests=busy)
+            load = replace(
+                self.records[name].load, queued_prefill_tokens=busy, running_requests=busy, mail_age_s=age_s
+            )
             self.records[name] = replace(self.records[name], load=load)
             self.update()
 

@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -52,13 +53,15 @@ def placer(
     return made
 
 
-def prefill(name: str, queued: int = 0, host: str = "") -> WorkerRecord:
-    load = WorkerLoad(queued_prefill_tokens=queued, free_tokens=1 << 20)
+def prefill(name: str, queued: int = 0, host: str = "", **load_fields: Any) -> WorkerRecord:
+    load = WorkerLoad(queued_prefill_tokens=queued, free_tokens=1 << 20, **load_fields)
     return record(name, load=load, host=host or name, total_tokens=1 << 20)
 
 
-def decode(name: str, requests: int = 0, host: str = "") -> WorkerRecord:
-    load = WorkerLoad(running_requests=requests, headroom_tokens=10_000, headroom_rows=8, free_tokens=1 << 20)
+def decode(name: str, requests: int = 0, host: str = "", **load_fields: Any) -> WorkerRecord:
+    load = WorkerLoad(
+        running_requests=requests, headroom_tokens=10_000, headroom_rows=8, free_tokens=1 << 20, **load_fields
+    )
     return record(name, role=Role.DECODE, load=load, host=host or name, total_tokens=1 << 20)
 
 
