@@ -77,6 +77,10 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     def busy(self) -> bool:
         return super().busy or bool(self._quarantine)
 
+    @property
+    def waiting(self) -> int:
+        return len(self._bootstrap)
+
     # -- the room starts ---------------------------------------------------------------------------
 
     def make_room(self, router: str, req: Req, message: Decode) -> DecodeRoom:

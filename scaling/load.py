@@ -11,6 +11,8 @@ def load_share(record: WorkerRecord, prefill_tokens_per_worker: int) -> float:
 
     Prefill is bound by computation: its load is the queue over `prefill_tokens_per_worker`, the queue that
     one worker should have. Decode is bound by memory or by rows: its load is the larger share of the two.
+    Memory that is promised to the growth of its requests is in use: routers send a worker nothing when all
+    of it is promised, although most of it may be free.
     """
     load = record.load
     if record.role is Role.PREFILL:
@@ -37,4 +39,4 @@ def worker_sample(record: WorkerRecord) -> WorkerSample:
 
 
 def _memory(load: WorkerLoad, total_tokens: int) -> float:
-    return 1.0 - min(load.free_tokens, total_tokens) / total_tokens
+    return 1.0 - min(load.headroom_tokens, total_tokens) / total_tokens

@@ -151,7 +151,7 @@ class ModelledWorker:
         return self.batch.unfinished()
 
     def load(self) -> WorkerLoad:
-        """How busy it is."""
+        """How busy it is. Memory for all output is taken with that for the prompt: none of it is free."""
         running, available = len(self.batch), self.memory.cache.available
         return WorkerLoad(
             queued_prefill_tokens=self._prompts.tokens(),

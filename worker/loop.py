@@ -278,7 +278,9 @@ class Worker:
             publisher.publish_snapshot(*memory.snapshot())
 
     def _update_load(self, mail_at: float, now: float) -> None:
-        self._load = LoadLook(self._scheduler.load(), now, mail_at)
+        load = self._scheduler.load()
+        load = replace(load, waiting_requests=load.waiting_requests + self._role.waiting)
+        self._load = LoadLook(load, now, mail_at)
         self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         if self._heartbeat is not None:
             self._heartbeat.on_load(self._load.load)

@@ -155,6 +155,11 @@ class WorkerRole(ABC, Generic[RoomType]):
         """Whether something other than a room must end before the worker may leave."""
         return self.fetching.busy or len(self.lending) > 0
 
+    @property
+    def waiting(self) -> int:
+        """Rooms that wait for memory outside the scheduler, which does not count them."""
+        return 0
+
     # -- what is the same in every role --------------------------------------------------------------
 
     def on_peer(self, address: str, state: PeerState) -> None:

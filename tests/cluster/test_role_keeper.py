@@ -34,7 +34,7 @@ class FakeWorker:
 
     def record(self) -> WorkerRecord:
         load = WorkerLoad(
-            queued_prefill_tokens=int(self.queue), running_requests=int(self.rows), free_tokens=100_000,
+            queued_prefill_tokens=int(self.queue), running_requests=int(self.rows), headroom_tokens=100_000,
             prefill_tokens_per_s=PREFILL_RATE, decode_step_s=self._step_s() if self.rows >= 1 else 0.0,
             **{name: int(total) for name, total in self.totals.items()},
         )  # fmt: skip

@@ -522,11 +522,14 @@ def test_abort_of_a_room_that_waits_for_memory_lets_the_next_one_have_it() -> No
         both.run_dry_without(both.prefill)
         assert [room.hold for room in both.decode.rooms()] == ["waiting", "bootstrap"]
         both.turn(both.decode)
-        assert both.decode.record().load.headroom_tokens == 0, "an older room waits for what is free"
+        load = both.decode.record().load
+        assert (load.headroom_tokens, load.waiting_requests) == (0, 1), "an older room waits for what is free"
         both.abort(2)
         both.run_dry_without(both.prefill)
         both.turn(both.decode)
-        assert both.decode.record().load.headroom_tokens > 0
+        load = both.decode.record().load
+        assert load.headroom_tokens > 0
+        assert load.waiting_requests == 0
         both.abort(1)
         both.run_dry()
         ended(both, 1)
