@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """Totals count since the worker's start."""
+    """Totals count since the worker's role began."""
 
     prompts: float = 0.0  # total: prompts whose prefill began
     prefilled_tokens: float = 0.0  # total
@@ -33,12 +33,14 @@ class Totals:
         self._seen: dict[str, float] = {}
 
     def growth(self, totals: Mapping[str, float]) -> float:
-        """By how much they grew since the last call. A worker is counted from its second call on, and from 0
-        when its total is less than before: its process began again."""
+        """By how much they grew since the last call. A worker is counted from its second call on.
+
+        A total that is less than before has begun again, with a process or a role, and counts as no growth:
+        a mean over a window, as Serve reports it, falls in several steps, and none of them is work.
+        """
         grown = 0.0
         for worker, total in totals.items():
-            before = self._seen.get(worker, total)
-            grown += total - before if total >= before else total
+            grown += max(0.0, total - self._seen.get(worker, total))
         self._seen.update(totals)
         for worker in self._seen.keys() - totals.keys():
             del self._seen[worker]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -112,6 +113,35 @@ def test_a_total_is_what_both_roles_need() -> None:
     assert total(100_000.0, 0.0) == 7, "6 prefill, as above, and one decodes"
     assert total(100_000.0, 2000.0) == 8, "two decode workers are half full, and one would be full"
     assert total(0.0, 0.0) == 2, "one in each role"
+
+
+def test_a_total_does_not_follow_a_change_of_role() -> None:
+    """Three of four workers decode, and one of those begins to prefill after 300 s: its totals begin again.
+    Serve reports means over 30 s, which fall in steps from hours of work."""
+    policy = ObjectivePolicy(ttft_s=2.0, itl_s=0.05, start_s=60.0, hold_s=60.0, period_s=10.0)
+    seen: list[dict[str, WorkerSample]] = []
+    targets, target = [], 4
+    for at in range(0, 600, 10):
+        late = max(0, at - 300)
+        tokens = 10_000.0 * (at - late) + 5000.0 * late
+        first = WorkerSample(
+            prompts=tokens / 4000, prefilled_tokens=tokens,
+            prefill_tokens_per_s=20_000.0, prefills=1.0, rows=2.0,
+        )  # fmt: skip
+        decode = WorkerSample(
+            decoded_tokens=1e7 + 500.0 * (at - late) + 750.0 * late,
+            rows=15.0 if late else 10.0, step_s=0.02, share=0.45 if late else 0.3,
+        )  # fmt: skip
+        second = replace(first, prompts=late * 1.25, prefilled_tokens=late * 5000.0) if late else decode
+        seen.append({"a": first, "b": second, "c": decode, "d": decode})
+        metrics = {
+            name: {one: fmean(getattr(past[one], name) for past in seen[-3:]) for one in "abcd"}
+            for name in WorkerSample.__slots__
+        }
+        target, _ = policy(_reported(metrics, 4, target, float(at)))
+        targets.append(target)
+    assert targets[25] == 3, "one prefills, and 30 rows are not more than two workers hold"
+    assert set(targets[25:]) <= {2, 3, 4}
 
 
 def test_the_number_stays_until_replicas_report() -> None:

@@ -89,7 +89,8 @@ def test_totals_grow_from_a_workers_second_sample() -> None:
     assert totals.growth({"a": 100.0}) == 0.0
     assert totals.growth({"a": 130.0, "b": 50.0}) == 30.0
     assert totals.growth({"b": 60.0}) == 10.0, "a has left"
-    assert totals.growth({"b": 5.0}) == 5.0, "b began again"
+    assert totals.growth({"b": 5.0}) == 0.0, "b began again"
+    assert totals.growth({"b": 9.0}) == 4.0
     assert totals.growth({"a": 900.0, "b": 5.0}) == 0.0
 
 
