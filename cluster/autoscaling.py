@@ -10,6 +10,8 @@ pickled by value, too, so the parts of it that are used here import the standard
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ray import cloudpickle
@@ -52,19 +54,28 @@ class ObjectivePolicy:
     """
 
     def __init__(
-        self, ttft_s: float | None, itl_s: float | None, start_s: float, hold_s: float, period_s: float
+        self,
+        ttft_s: float | None,
+        itl_s: float | None,
+        start_s: float,
+        hold_s: float,
+        period_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prefill replicas have a TTFT as their objective, decode replicas an ITL, and those that change
-        their roles both. A new replica serves after `start_s`. Decisions are `period_s` seconds apart."""
+        their roles both. A new replica serves after `start_s`. Decisions are `period_s` seconds apart.
+
+        Serve's own `current_time` is the wall clock, which may be set while the controller runs.
+        """
         self._scaler = ObjectiveScaler(_demand(ttft_s, itl_s), start_s, hold_s)
         self._period_s = period_s
+        self._clock = clock
         self._next_at = 0.0
         self._target = 0
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The wanted number of replicas, and no state. Without any report the number stays."""
-        now = context.current_time
-        assert now is not None, "Serve's controller gives it"
+        now = self._clock()
         if now >= self._next_at and (samples := _samples(context)):
             self._next_at = now + self._period_s
             self._target = self._scaler.target(samples, now, context.target_num_replicas)

@@ -18,11 +18,11 @@ from scaling.sample import WorkerSample
 
 
 def _context(loads: dict[str, float], running: int, target: int) -> AutoscalingContext:
-    return _reported({LOAD: loads}, running, target, at=1.0)
+    return _reported({LOAD: loads}, running, target)
 
 
 def _reported(
-    metrics: dict[str, dict[str, float]], running: int, target: int, at: float
+    metrics: dict[str, dict[str, float]], running: int, target: int, wall: float = 1e9
 ) -> AutoscalingContext:
     fields: dict[str, Any] = dict.fromkeys(
         (
@@ -43,7 +43,7 @@ def _reported(
         current_num_replicas=running,
         target_num_replicas=target,
         aggregated_metrics=metrics,
-        current_time=at,
+        current_time=wall,
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=10,
         policy_state={},
@@ -77,24 +77,53 @@ def _prefill(at: float, tokens_per_s: float, workers: int) -> dict[str, dict[str
     }
 
 
-def _policy() -> ObjectivePolicy:
-    return ObjectivePolicy(ttft_s=2.0, itl_s=None, start_s=60.0, hold_s=60.0, period_s=10.0)
+class Clock:
+    """Stands in for the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _policy(clock: Clock, itl_s: float | None = None, hold_s: float = 60.0) -> ObjectivePolicy:
+    return ObjectivePolicy(2.0, itl_s, start_s=60.0, hold_s=hold_s, period_s=10.0, clock=clock)
 
 
 def test_replicas_follow_what_arrives() -> None:
-    policy, at, target = _policy(), 0.0, 2
+    clock, target = Clock(), 2
+    policy = _policy(clock)
     for at in range(0, 200, 10):
-        target, state = policy(_reported(_prefill(float(at), 100_000.0, 5), 5, max(5, target), float(at)))
+        clock.now = float(at)
+        target, state = policy(_reported(_prefill(clock.now, 100_000.0, 5), 5, max(5, target)))
     assert (target, state) == (6, {})
-    again, _ = policy(_reported({}, 5, 6, at + 1.0))
+    clock.now += 1.0
+    again, _ = policy(_reported({}, 5, 6))
     assert again == 6, "between two decisions, and without a report, the number stays"
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_step_of_the_wall_clock_changes_nothing(step_s: float) -> None:
+    clock, target, targets = Clock(), 5, []
+    policy = _policy(clock, hold_s=600.0)
+    tokens = 0.0
+    for turn in range(150):
+        clock.now, tokens_per_s = 10.0 * turn, 100_000.0 if turn < 120 else 200_000.0
+        wall = 1e9 + clock.now + (step_s if turn >= 100 else 0.0)
+        target, _ = policy(_reported(_prefill(1.0, tokens, 5), 5, target, wall))
+        targets.append(target)
+        tokens += 10.0 * tokens_per_s
+    assert targets[50:120] == [6] * 70
+    assert targets[-1] > 10, "it goes on to follow the load"
 
 
 def test_a_total_is_what_both_roles_need() -> None:
     def total(prompt_tokens_per_s: float, tokens_per_s: float) -> int:
-        policy = ObjectivePolicy(ttft_s=2.0, itl_s=0.05, start_s=60.0, hold_s=60.0, period_s=10.0)
-        target = 4
+        clock, target = Clock(), 4
+        policy = _policy(clock, itl_s=0.05)
         for at in range(0, 400, 10):
+            clock.now = float(at)
             prefill = WorkerSample(
                 prompts=prompt_tokens_per_s * at / 2 / 4000, prefilled_tokens=prompt_tokens_per_s * at / 2,
                 prefill_tokens_per_s=20_000.0, prefills=1.0, rows=4.0, step_s=0.5,
@@ -107,7 +136,7 @@ def test_a_total_is_what_both_roles_need() -> None:
                 name: {worker: getattr(one, name) for worker, one in samples.items()}
                 for name in WorkerSample.__slots__
             }
-            target, _ = policy(_reported(metrics, 4, target, float(at)))
+            target, _ = policy(_reported(metrics, 4, target))
         return target
 
     assert total(100_000.0, 0.0) == 7, "6 prefill, as above, and one decodes"
@@ -118,10 +147,11 @@ def test_a_total_is_what_both_roles_need() -> None:
 def test_a_total_does_not_follow_a_change_of_role() -> None:
     """Three of four workers decode, and one of those begins to prefill after 300 s: its totals begin again.
     Serve reports means over 30 s, which fall in steps from hours of work."""
-    policy = ObjectivePolicy(ttft_s=2.0, itl_s=0.05, start_s=60.0, hold_s=60.0, period_s=10.0)
+    clock, target, targets = Clock(), 4, []
+    policy = _policy(clock, itl_s=0.05)
     seen: list[dict[str, WorkerSample]] = []
-    targets, target = [], 4
     for at in range(0, 600, 10):
+        clock.now = float(at)
         late = max(0, at - 300)
         tokens = 10_000.0 * (at - late) + 5000.0 * late
         first = WorkerSample(
@@ -138,15 +168,15 @@ def test_a_total_does_not_follow_a_change_of_role() -> None:
             name: {one: fmean(getattr(past[one], name) for past in seen[-3:]) for one in "abcd"}
             for name in WorkerSample.__slots__
         }
-        target, _ = policy(_reported(metrics, 4, target, float(at)))
+        target, _ = policy(_reported(metrics, 4, target))
         targets.append(target)
     assert targets[25] == 3, "one prefills, and 30 rows are not more than two workers hold"
     assert set(targets[25:]) <= {2, 3, 4}
 
 
 def test_the_number_stays_until_replicas_report() -> None:
-    assert _policy()(_reported({}, 0, 3, 5.0)) == (3, {})
-    assert _policy()(_reported({LOAD: {"a": 0.1}}, 1, 3, 5.0)) == (3, {}), "an older version's report"
+    assert _policy(Clock())(_reported({}, 0, 3)) == (3, {})
+    assert _policy(Clock())(_reported({LOAD: {"a": 0.1}}, 1, 3)) == (3, {}), "an older version's report"
 
 
 _IN_THE_CONTROLLER = """

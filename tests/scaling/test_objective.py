@@ -50,6 +50,16 @@ def test_a_need_that_swings_keeps_the_larger_number() -> None:
     assert set(targets) == {3}
 
 
+def test_after_a_gap_fewer_must_be_enough_for_a_while_again() -> None:
+    one, needs = scaler()
+    needs.now = 5.0
+    assert [one.target({}, 10.0 * turn, 5) for turn in range(10)] == [5] * 10
+    needs.now = 1.0  # what came in the gap is not known, or too old
+    assert [one.target({}, 3600.0 + at, 5) for at in (0.0, 10.0, 20.0)] == [5, 5, 5]
+    needs.now = 5.0
+    assert one.target({}, 3630.0, 5) == 5
+
+
 def test_one_worker_stays() -> None:
     one, _ = scaler()
     assert [one.target({}, at, 3) for at in (0.0, 40.0)] == [3, 1]
