@@ -34,7 +34,8 @@ class RequestSummary(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request. Times are nanoseconds of the Unix clock; 0 is not yet."""
+    """One request. Times are nanoseconds of the Unix clock; 0 is not yet. `begin` and `end` do not
+    go back with that clock."""
 
     request_id: str
     rooms: list[int]
@@ -55,8 +56,8 @@ class RequestTrace:
 
     def begin(self, now_ns: int) -> float:
         """The first token has come. Returns the seconds that it took."""
-        self.first_token_ns = now_ns
-        return (now_ns - self.arrived_ns) / 1e9
+        self.first_token_ns = max(now_ns, self.arrived_ns)
+        return (self.first_token_ns - self.arrived_ns) / 1e9
 
     def step(self, room: int, now_ns: int) -> None:
         """Tokens of a room have come."""
@@ -70,8 +71,8 @@ class RequestTrace:
 
     def end(self, now_ns: int) -> float:
         """The last token has come, or the request was given up. Returns the seconds that it took."""
-        self.finished_ns = now_ns
-        return (now_ns - self.arrived_ns) / 1e9
+        self.finished_ns = max(now_ns, self.arrived_ns, self.first_token_ns)
+        return (self.finished_ns - self.arrived_ns) / 1e9
 
     def chrome(self) -> dict[str, Any]:
         """Chrome trace format: a process per worker, a thread per choice; `ts` and `dur` in microseconds."""
