@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from common.errors import WorkerLost
 from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
