@@ -17,7 +17,7 @@ def node_interface(interface: str) -> str:
     Raises ConfigError for one that means nothing here, and for loopback when the cluster has other nodes.
     """
     if interface == AUTO:
-        return str(ray.util.get_node_ip_address())
+        return local_address(str(ray.util.get_node_ip_address()))
     address = local_address(interface)
     others = sum(1 for node in ray.nodes() if node["Alive"]) - 1
     if others > 0 and is_loopback(address):

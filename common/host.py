@@ -52,18 +52,23 @@ def local_address(interface: str) -> str:
     """The address that sockets of this host bind to and peers are told, for an address, a network device
     (`eth0`), a name of this host, or `auto`: the address from which this host reaches others.
 
-    Raises ConfigError for one that means nothing here, and for all addresses at once (0.0.0.0), which no
-    peer can connect to.
+    Raises ConfigError for one that means nothing here, for one of IPv6, and for all addresses at once
+    (0.0.0.0), which no peer can connect to.
     """
     if interface == AUTO:
         return _outward_address()
     try:
-        if ipaddress.ip_address(interface).is_unspecified:
-            problem = f"{interface} is no address that peers can connect to"
-            raise ConfigError("interface", problem, f"give one address, a network device, or {AUTO}")
-        return interface
+        address = ipaddress.ip_address(interface)
     except ValueError:
         pass
+    else:
+        if address.is_unspecified:
+            problem = f"{interface} is no address that peers can connect to"
+            raise ConfigError("interface", problem, f"give one address, a network device, or {AUTO}")
+        if address.version != 4:
+            problem = f"{interface} is an address of IPv6, which Baton's own sockets do not speak"
+            raise ConfigError("interface", problem, "give one of IPv4")
+        return interface
     if interface in (name for _, name in socket.if_nameindex()):
         return _address_of_device(interface)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,8 @@ from wire.messages import RoomStatus, Timeline
 from wire.records import Role
 from wire.stages import Stamp
 
-_KEPT = 2048
+_KEPT = 2048  # that have ended
+_MOST = 65_536  # with those that have not: routers are given no more requests at once
 _MOST_STEPS = 1024  # of a request: at most 16 MiB of all
 
 
@@ -140,24 +141,25 @@ class RequestTrace:
 
 
 class TraceStore:
-    """The last requests' traces, by request and by room."""
+    """Traces of the requests that have not ended and of the last ones that have, by request and by room."""
 
     def __init__(self, tracing: Tracing | None = None) -> None:
         """`tracing` makes spans of what is added."""
         self._tracing = tracing
-        self._by_request: OrderedDict[str, RequestTrace] = OrderedDict()
+        self._by_request: dict[str, RequestTrace] = {}  # in the order in which they came
+        self._ended: dict[str, RequestTrace] = {}  # of those, in the order in which they ended
         self._by_room: dict[int, RequestTrace] = {}
 
     def open(self, trace: RequestTrace) -> None:
-        """Keep a request's trace, and drop the oldest if there are too many."""
-        previous = self._by_request.pop(trace.request_id, None)
+        """Keep a request's trace."""
+        previous = self._by_request.get(trace.request_id)
         if previous is not None:  # a client may use a request id twice
             self._forget(previous)
         self._by_request[trace.request_id] = trace
         for room in trace.rooms:
             self._by_room[room] = trace
-        if len(self._by_request) > _KEPT:
-            self._forget(self._by_request.popitem(last=False)[1])
+        if len(self._by_request) > _MOST:
+            self._forget(next(iter(self._by_request.values())))
 
     def get(self, request_id: str) -> RequestTrace | None:
         """A request's trace while it is kept."""
@@ -191,9 +193,14 @@ class TraceStore:
         return True
 
     def ended(self, trace: RequestTrace, figures: Attributes) -> None:
-        """A request has ended. `figures` are what its span says of it."""
+        """A request has ended: its trace goes when enough others have ended. `figures` are what its span says
+        of it."""
         if self._tracing is not None and trace.traceparent:
             self._tracing.stages(trace.traceparent, "router", trace.router_stamps, trace.finished_ns, figures)
+        if self._by_request.get(trace.request_id) is trace:
+            self._ended[trace.request_id] = trace
+        if len(self._ended) > _KEPT:
+            self._forget(next(iter(self._ended.values())))
 
     def placed(self, room: int, epoch: int, prefill: str | None, decode: str) -> None:
         """Add the workers that a room was given."""
@@ -208,5 +215,7 @@ class TraceStore:
             trace.statuses[status.room, worker] = status
 
     def _forget(self, trace: RequestTrace) -> None:
+        del self._by_request[trace.request_id]
+        self._ended.pop(trace.request_id, None)
         for room in trace.rooms:
             self._by_room.pop(room, None)

@@ -60,8 +60,7 @@ class RequestLog:
             metrics.decode.observe(decode_s, model)
             if longest > 1:
                 metrics.tpot.observe(decode_s / (longest - 1), model)
-        if trace.traceparent:
-            self._traces.ended(trace, _figures(generation, trace))
+        self._traces.ended(trace, _figures(generation, trace) if trace.traceparent else {})
         if generation.abandoned:
             metrics.aborts.inc(1)
         else:

@@ -35,6 +35,11 @@ def test_all_addresses_at_once_cannot_be_announced(everywhere: str) -> None:
         local_address(everywhere)
 
 
+def test_an_address_of_ipv6_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is an address of IPv6"):
+        local_address("::1")
+
+
 def test_what_is_nothing_here_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"give an address, one of .*lo") as raised:
         local_address("no-such-device")
