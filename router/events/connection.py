@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import zmq
 
-from common.errors import WireError
 from router.events.sockets import Sockets
 from wire.records import WorkerRecord
 
@@ -50,34 +49,43 @@ class PublisherConnection:
         read_replay: Callable[[float], None],
     ) -> None:
         """`is_foreign`: of an external engine. The functions are called with the time when there is something
-        to read. Raises WireError or ZMQError for an invalid address."""
+        to read. There are no sockets before `open`."""
         self._source = source
+        self._is_foreign = is_foreign
         self._sockets = sockets
+        self._read_live = read_live
         self._read_replay = read_replay
-        self._live = sockets.connect(zmq.SUB, source.events, read_live)
-        try:
-            self._replay = self._connect_replay()
-        except (WireError, zmq.ZMQError):
-            sockets.close(self._live)
-            raise
+        self._live: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        if is_foreign:
-            self._monitor = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            sockets.watch(self._monitor, read_live)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are sockets."""
+        return self._live is not None
 
     @property
     def can_replay(self) -> bool:
         """Whether the publisher has a replay socket."""
-        return self._replay is not None
+        return bool(self._source.replay)
+
+    def open(self) -> None:
+        """Open the sockets. Raises WireError or ZMQError if one cannot be opened; then call `close`."""
+        self._live = self._sockets.connect(zmq.SUB, self._source.events, self._read_live)
+        self._replay = self._connect_replay()
+        if self._is_foreign:
+            monitor = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._sockets.watch(monitor, self._read_live)
+            self._monitor = monitor
 
     def close(self) -> None:
-        """Close the sockets."""
-        if self._monitor is not None:
+        """Close those of the sockets that are open."""
+        if self._live is not None and self._monitor is not None:
             self._live.disable_monitor()
-            self._sockets.close(self._monitor)
-        self._sockets.close(self._live)
-        if self._replay is not None:
-            self._sockets.close(self._replay)
+        for socket in (self._monitor, self._live, self._replay):
+            if socket is not None:
+                self._sockets.close(socket)
+        self._monitor = self._live = self._replay = None
 
     def request(self, start: int) -> bool:
         """Request a replay from number `start`. Returns False when the queue to the publisher is full."""
@@ -89,9 +97,13 @@ class PublisherConnection:
         return True
 
     def reconnect_replay(self) -> None:
-        """Replace the replay socket, so that an abandoned replay cannot mix with the next."""
+        """Replace the replay socket, so that an abandoned replay cannot mix with the next.
+
+        Raises ZMQError if it cannot be opened; then call `close`.
+        """
         if self._replay is not None:
             self._sockets.close(self._replay)
+            self._replay = None
         self._replay = self._connect_replay()
 
     def lost(self) -> bool:
@@ -103,7 +115,7 @@ class PublisherConnection:
 
     def live(self) -> Iterator[list[bytes]]:
         """The live messages that have come, as frames."""
-        return self._messages(self._live)
+        return self._messages(self._live) if self._live is not None else iter(())
 
     def replay(self) -> Iterator[list[bytes]]:
         """The messages of the replay that have come, until `reconnect_replay` or `close`."""

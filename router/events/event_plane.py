@@ -14,11 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
 
-from common.errors import WireError
 from router.events.connection import EventSource, sources_of
 from router.events.counters import EventCounters
 from router.events.external_engine import ExternalHashes, ExternalReader
@@ -28,6 +28,7 @@ from router.index.global_index import GlobalIndex
 from wire.events import Unread
 from wire.records import WorkerRecord
 from wire.security import Curve
+from wire.sockets import open_context
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ _URGENT_TICK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A worker, and the streams of it that can be followed."""
+    """A worker, and its streams."""
 
     incarnation: int
     feeds: list[Feed]
@@ -49,7 +50,7 @@ class EventPlane:
     def __init__(self, index: GlobalIndex, curve: Curve | None) -> None:
         self._index = index
         self.counters = EventCounters()
-        self._context = zmq.Context()
+        self._context = open_context()
         self._sockets = Sockets(self._context, curve)
         self._followed: dict[str, _Followed] = {}
         self._commands: deque[tuple[str, WorkerRecord | None]] = deque()
@@ -66,12 +67,12 @@ class EventPlane:
     def follow(self, record: WorkerRecord) -> None:
         """Follow a worker, or the new incarnation of one."""
         self._commands.append((record.id, record))
-        self._wake_out.send(b"")
+        self._wake()
 
     def forget(self, worker: str) -> None:
         """A worker is gone. Drop its pages."""
         self._commands.append((worker, None))
-        self._wake_out.send(b"")
+        self._wake()
 
     def unsure(self) -> list[str]:
         """Workers that may hold pages that are not in the index."""
@@ -93,9 +94,13 @@ class EventPlane:
         if self._closing:
             return
         self._closing = True
-        self._wake_out.send(b"")
+        self._wake()
         self._thread.join(timeout=5.0)
         self._context.destroy(linger=0)
+
+    def _wake(self) -> None:
+        with suppress(zmq.Again):  # the thread has yet to read what is queued
+            self._wake_out.send(b"", zmq.NOBLOCK)
 
     # -- our thread --------------------------------------------------------------------------------
 
@@ -138,15 +143,11 @@ class EventPlane:
         if record is None or worker in self._followed or not (sources := sources_of(record)):
             return
         self._index.join(worker)
-        feeds = []
-        for source in sources:
-            reader = self._reader(record, source)
-            try:
-                feeds.append(Feed(source, record.page_hashes, self._sockets, reader, self.counters))
-            except (WireError, zmq.ZMQError) as error:
-                log.error("worker %s: its events cannot be followed: %s", source.name, error)
-        if feeds:
-            self._followed[worker] = _Followed(record.incarnation, feeds)
+        feeds = [
+            Feed(source, record.page_hashes, self._sockets, self._reader(record, source), self.counters)
+            for source in sources
+        ]
+        self._followed[worker] = _Followed(record.incarnation, feeds)
         for feed in feeds:
             feed.tick(now)
 

@@ -6,17 +6,24 @@ second, because the last batch before a silence may be the lost one, and the pub
 is wrongly believed to be there costs more than one that is not known. A worker's other stream, and what it
 has told, is left alone.
 
+Sockets may fail: there may be no descriptor for them at the moment. Then this stream begins anew later, as if
+the worker joined then, and no other stream is harmed.
+
 All of it runs on the event plane's thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
+import zmq
+
 from common.errors import WireError
+from common.quiet_log import QuietLog
 from router.events.connection import EventSource, PublisherConnection
 from router.events.counters import EventCounters
 from router.events.ordering import EventOrdering, OrderingStep, Verdict
@@ -31,6 +38,8 @@ _REPLAY_AT_MOST_EVERY_S = 0.02  # when a replay does not close the gap
 _STALLED_S = 2.0  # a replay of which nothing comes for this long is abandoned
 _GIVE_UP_S = 5.0  # batches that are missing for this long are lost
 _SNAPSHOT_EVERY_S = 5.0  # while a stream of ours is known in part
+_OPEN_AGAIN_S = 0.5  # after the sockets have failed; twice as long after each failure in a row, at most:
+_OPEN_AGAIN_AT_MOST_S = 10.0
 _END = -1
 
 
@@ -63,16 +72,19 @@ class Feed:
         reader: Reader,
         counters: EventCounters,
     ) -> None:
-        """`hashes`: see WorkerRecord.page_hashes. Raises WireError or ZMQError for an invalid address."""
+        """`hashes`: see WorkerRecord.page_hashes. The first `tick` opens the sockets."""
         self._source = source
         self._ours = hashes == "baton"
         self.known = Known.NOTHING
-        self._sockets = sockets
         self._reader = reader
         self._counters = counters
         self._ordering = EventOrdering()
-        self._connection = self._connect()
-        self._requested_at = self._heard_at = self._forgot_at = float("-inf")
+        self._connection = PublisherConnection(
+            source, not self._ours, sockets, self._read_live, self._read_replay
+        )
+        self._open_at = self._requested_at = self._heard_at = self._forgot_at = float("-inf")
+        self._open_again_s = _OPEN_AGAIN_S
+        self._quiet = QuietLog(log)
         self._missing: int | None = None  # the first missing batch
         self._missing_since = 0.0
 
@@ -95,6 +107,34 @@ class Feed:
 
     def tick(self, now: float) -> None:
         """Request what is missing, or give it up. `now` is of the monotonic clock."""
+        with self._failing_alone(now):
+            if self._connection.is_open:
+                self._request_missing(now)
+            elif now >= self._open_at:
+                self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._connection.open()
+        self._open_again_s = _OPEN_AGAIN_S
+        self._request_replay(now)
+
+    @contextmanager
+    def _failing_alone(self, now: float) -> Iterator[None]:
+        """If the sockets fail, close them and forget the stream until they are opened again."""
+        was_open = self._connection.is_open
+        try:
+            yield
+        except (WireError, zmq.ZMQError, OSError) as error:
+            if self._open_again_s == _OPEN_AGAIN_S:  # the first failure in a row
+                self._quiet.warning("worker %s: its events cannot be followed now: %s", self.name, error)
+            if was_open:
+                self._reset()
+            else:  # nothing was told
+                self.close()
+            self._open_at = now + self._open_again_s
+            self._open_again_s = min(2 * self._open_again_s, _OPEN_AGAIN_AT_MOST_S)
+
+    def _request_missing(self, now: float) -> None:
         ordering = self._ordering
         if ordering.replaying and now - self._heard_at >= _STALLED_S:
             self._connection.reconnect_replay()
@@ -148,30 +188,35 @@ class Feed:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _read_live(self, now: float) -> None:  # noqa: ARG002
-        if self._connection.lost():
-            self._ordering.distrust()  # another publisher may answer at this address next
-        ordering = self._ordering
-        for frames in self._connection.live():
-            if len(frames) != 3 or len(frames[1]) != 8:
-                self._counters.bad(self.name, "frames", "not [topic, 8-byte number, batch]")
-            else:
-                self._apply(ordering.live(int.from_bytes(frames[1], "big"), frames[2]))
+    def _read_live(self, now: float) -> None:
+        with self._failing_alone(now):
+            if self._connection.lost():
+                self._ordering.distrust()  # another publisher may answer at this address next
+            ordering = self._ordering
+            for frames in self._connection.live():
+                if len(frames) != 3 or len(frames[1]) != 8:
+                    self._counters.bad(self.name, "frames", "not [topic, 8-byte number, batch]")
+                else:
+                    self._apply(ordering.live(int.from_bytes(frames[1], "big"), frames[2]))
 
     def _read_replay(self, now: float) -> None:
-        for frames in self._connection.replay():
-            self._heard_at = now
-            if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # older framing has no topic
-                self._counters.bad(self.name, "frames", "not a reply to a replay request")
-                continue
-            number = int.from_bytes(frames[-2], "big", signed=True)
-            if number == _END:
-                step = self._ordering.replay_ended()
-                if self.known is Known.NOTHING:
-                    self.known = Known.ALL
-            else:
-                step = self._ordering.replayed(number, frames[-1])
-            self._take(step, now)
+        with self._failing_alone(now):
+            for frames in self._connection.replay():
+                self._heard_at = now
+                self._take_reply(frames, now)
+
+    def _take_reply(self, frames: list[bytes], now: float) -> None:
+        if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # older framing has no topic
+            self._counters.bad(self.name, "frames", "not a reply to a replay request")
+            return
+        number = int.from_bytes(frames[-2], "big", signed=True)
+        if number == _END:
+            step = self._ordering.replay_ended()
+            if self.known is Known.NOTHING:
+                self.known = Known.ALL
+        else:
+            step = self._ordering.replayed(number, frames[-1])
+        self._take(step, now)
 
     def _take(self, step: OrderingStep, now: float) -> None:
         if step.verdict is Verdict.START_OVER:
@@ -211,15 +256,13 @@ class Feed:
 
     def _start_over(self, now: float) -> None:
         """Begin as if the worker had just joined, with new sockets."""
+        self._reset()
+        self._open(now)
+
+    def _reset(self) -> None:
+        """Close the sockets, and forget what they told."""
+        self.close()
         self._reader.clear()
         self.known = Known.NOTHING
         self._missing = None
-        self.close()
         self._ordering = EventOrdering()
-        self._connection = self._connect()
-        self._request_replay(now)
-
-    def _connect(self) -> PublisherConnection:
-        return PublisherConnection(
-            self._source, not self._ours, self._sockets, self._read_live, self._read_replay
-        )

@@ -23,17 +23,18 @@ class Sockets:
         self._readers: dict[zmq.Socket[bytes], Callable[[float], None]] = {}
 
     def connect(self, kind: int, address: str, read: Callable[[float], None]) -> zmq.Socket[bytes]:
-        """Open a SUB or DEALER socket. Raises WireError or ZMQError for an invalid address."""
+        """Open a SUB or DEALER socket. Raises WireError or ZMQError for an invalid address, and ZMQError when
+        there can be no more sockets."""
         publisher = parse_address(address)
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_BATCH)
-        if kind == zmq.SUB:
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-        if self._curve is not None:
-            self._curve.read(socket, publisher)
         try:
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_BATCH)
+            if kind == zmq.SUB:
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+            if self._curve is not None:
+                self._curve.read(socket, publisher)
             socket.connect(publisher.endpoint)
         except zmq.ZMQError:
             socket.close()

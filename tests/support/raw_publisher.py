@@ -21,7 +21,8 @@ def bound(
 
 
 class RawPublisher:
-    """PUB and replay ROUTER. It can forget to send a batch, and knows no snapshots."""
+    """PUB and replay ROUTER. It can forget to send a batch, and knows no snapshots. While it is `deaf` it
+    answers no request; `asked` counts them."""
 
     def __init__(
         self, keep: int = 1000, events: str = "tcp://127.0.0.1:*", replay: str = "tcp://127.0.0.1:*"
@@ -31,6 +32,7 @@ class RawPublisher:
         self._router, self.replay = bound(self._context, zmq.ROUTER, replay)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._number = 0
+        self.deaf, self.asked = False, 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -58,6 +60,9 @@ class RawPublisher:
             if not self._router.poll(20):
                 continue
             identity, empty, start = self._router.recv_multipart()
+            self.asked += 1
+            if self.deaf:
+                continue
             for number, payload in list(self._kept):
                 if number >= int.from_bytes(start, "big"):
                     frames = [identity, empty, b"kv-events", number.to_bytes(8, "big"), payload]

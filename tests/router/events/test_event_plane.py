@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import secrets
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from common.secrets import open_secret
 from kvcache.tenancy.config import TenancyConfig
 from router.events import feed as event_feed
+from router.events.connection import PublisherConnection
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from tests.router.conftest import ROOT, wait_until
@@ -25,6 +29,7 @@ from tests.router.directory.test_directory import record
 from tests.support.kv_events_reader import Pages, Replay
 from tests.support.raw_publisher import LossyProxy, RawPublisher
 from tests.support.tree_worker import TreeWorker
+from wire import sockets as wire_sockets
 from wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from wire.page_hash import event_hash, event_hashes, namespace_seed, owned_digests, page_digests
 
@@ -197,6 +202,82 @@ def test_an_address_that_is_none_harms_nobody(
     seen.follow(publisher)
     publisher.publish(stored(1))
     seen.wait_for({1})
+    assert seen.plane.unsure() == ["broken"]
+
+
+# -- sockets that fail --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stalled replays are abandoned, and failed sockets opened again, at once."""
+    for name, seconds in {"_STALLED_S": 0.05, "_OPEN_AGAIN_S": 0.01, "_OPEN_AGAIN_AT_MOST_S": 0.05}.items():
+        monkeypatch.setattr(event_feed, name, seconds)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_when_sockets_run_out_all_are_followed_as_soon_as_there_are_some(
+    publisher: RawPublisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No replay is answered, so all replace a socket, and a closed one is freed a little later. For the last
+    worker there is none."""
+    names = [f"w{i}" for i in range(12)]
+    monkeypatch.setattr(wire_sockets, "_MOST_SOCKETS", 2 + 2 * (len(names) - 1))
+    seen = Seen()
+    try:
+        publisher.deaf = True
+        publisher.publish(stored(1))
+        for name in names:
+            seen.follow(publisher, name)
+        wait_until(lambda: "w11: its events cannot be followed now: Too many open files" in caplog.text)
+        wait_until(lambda: publisher.asked > 4 * len(names))
+        assert seen.plane.unsure() == names
+        publisher.deaf = False
+        seen.plane.forget("w0")
+        for name in names[1:]:
+            seen.wait_for({1}, name)
+        wait_until(lambda: seen.plane.unsure() == [])
+        assert caplog.text.count("w11: its events cannot be followed") == 1
+    finally:
+        seen.plane.close()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("step", ["request", "lost", "live", "replay"])
+def test_a_socket_that_fails_costs_its_stream_a_new_beginning(
+    seen: Seen, publisher: RawPublisher, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    seen.follow(publisher)
+    publisher.publish(stored(1))
+    seen.wait_for({1})
+    failures, real = [zmq.ZMQError(errno.EMFILE)], getattr(PublisherConnection, step)
+
+    def fail_once(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(PublisherConnection, step, fail_once)
+    publisher.publish(stored(2))
+    wait_until(lambda: not failures)
+    seen.wait_for({1, 2})
+    wait_until(lambda: seen.plane.unsure() == [])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_ended_blocks_nobody(
+    seen: Seen, publisher: RawPublisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(event_feed.Feed, "tick", fail)
+    seen.follow(publisher)
+    wait_until(lambda: "the index is no longer updated" in caplog.text)
+    told = threading.Thread(target=lambda: [seen.plane.forget("x") for _ in range(5000)], daemon=True)
+    told.start()
+    told.join(timeout=10.0)
+    assert not told.is_alive()
 
 
 # -- trees --------------------------------------------------------------------------------------------------
