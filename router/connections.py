@@ -28,7 +28,8 @@ _KEEP_ALIVE_S = 75
 _GRACE_S = 5  # for connections to end after a signal
 _RETRY_AFTER_S = 1  # connections come and go
 _LINGER_S = 1.0  # a refused client may take this long to read why
-_OTHER_FILES = 256  # descriptors for all but connections of clients
+_WORKER_FILES = 16_000  # descriptors for a thousand workers: their events and mailboxes have about 14 each
+_OTHER_FILES = 256  # for all but clients and workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +253,11 @@ class BoundedHttp(HttpToolsProtocol):
 def possible_connections(wanted: int) -> int:
     """How many connections this process has descriptors for, at most `wanted`. Raises its soft limit.
 
-    Raises ConfigError when there are hardly any.
+    If there are not enough for clients and a thousand workers, half are for clients. Raises ConfigError when
+    there are hardly any.
     """
-    soft = allow_descriptors(wanted + _OTHER_FILES)
-    if soft <= _OTHER_FILES:
+    soft = allow_descriptors(wanted + _WORKER_FILES + _OTHER_FILES)
+    free = soft - _OTHER_FILES
+    if free <= 0:
         raise ConfigError("ulimit", f"{soft} open files are too few", f"allow more than {_OTHER_FILES}")
-    return min(wanted, soft - _OTHER_FILES)
+    return min(wanted, max(free - _WORKER_FILES, (free + 1) // 2))

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import ConfigError
+from router.connections import possible_connections
 from tests.router.conftest import RouterProcess, start_router
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n"
@@ -163,6 +165,35 @@ def test_one_connection_too_many_is_a_503(router: RouterProcess) -> None:
         for sock in socks:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert read_answer(sock)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "connections"),
+    [
+        (1024, 1_000_000, 8192 + 16_256, 8192),
+        (1_000_000, 1_000_000, None, 8192),
+        (1024, resource.RLIM_INFINITY, 8192 + 16_256, 8192),
+        (1024, 20_000, 20_000, 8192),
+        (1024, 4096, 4096, 1920),
+        (1024, 1024, 1024, 384),
+        (257, 257, 257, 1),
+    ],
+)
+def test_clients_leave_descriptors_to_workers(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, connections: int
+) -> None:
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
+    assert possible_connections(8192) == connections
+    assert limits == ([] if raised is None else [(raised, hard)])
+
+
+def test_a_limit_without_room_for_clients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(ConfigError, match="256 open files are too few"):
+        possible_connections(8192)
 
 
 @pytest.mark.parametrize("router", [{"header_timeout_s": 60.0, "body_timeout_s": 60.0}], indirect=True)
