@@ -92,6 +92,12 @@ class RouterReplica:
         """Serve's hook: the app it serves for this replica."""
         return without_request_id(build_app(self._router))
 
+    async def check_health(self) -> None:
+        """Serve's health check. Raises when a thread of the router has ended; Serve then replaces the
+        replica."""
+        if not self._router.healthy:
+            raise Unavailable("the thread that follows KV events has ended")
+
     async def __del__(self) -> None:
         """Serve awaits this after the requests that it counts have ended."""
         if hasattr(self, "_following"):

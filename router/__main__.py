@@ -39,11 +39,15 @@ from router.tls import Tls
 class _Server(HttpServer):
     """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
-    def __init__(self, config: HttpConfig, ready_line: str, on_exit: Callable[[], None]) -> None:
-        """`on_exit` is called when the server is to end. Connections have a grace period to end after it."""
+    def __init__(
+        self, config: HttpConfig, ready_line: str, on_exit: Callable[[], None], works: Callable[[], bool]
+    ) -> None:
+        """`on_exit` is called when the server is to end. Connections have a grace period to end after it.
+        It ends when `works` is false."""
         super().__init__(config)
         self._ready_line = ready_line
         self._on_exit = on_exit
+        self._works = works
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,6 +61,12 @@ class _Server(HttpServer):
         """Serve no more requests."""
         self.should_exit = True
         self._on_exit()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. True ends the server."""
+        if not (self.should_exit or self._works()):
+            self.end()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind, then print the line."""
@@ -179,12 +189,16 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
 async def _serve_api(
     router: Router, listener: socket.socket, tls: Tls | None, admin_url: str, until: TextIO | None = None
 ) -> None:
-    """Serve until a signal comes, or `until` is closed. Close the router."""
+    """Serve until a signal comes, or `until` is closed. Close the router.
+
+    A process with `until` ends when its router fails: another takes its place. Without one, it is better than
+    none, and /health tells.
+    """
     try:
         config = HttpConfig(build_app(router), _limits(router.options), tls)
         ready = _ready_line(url_of(listener, tls is not None), admin_url, router.mailbox_address)
         freeze_gc()
-        server = _Server(config, ready, router.interrupt)
+        server = _Server(config, ready, router.interrupt, lambda: until is None or router.healthy)
         if until is not None:
             asyncio.get_running_loop().add_reader(until, _end_with_stdin, server)
         await server.serve(sockets=[listener])

@@ -166,6 +166,11 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread that follows KV events lives. Without it placement goes by an old index."""
+        return self._events.running
+
     def close(self) -> None:
         """End what runs, free ports and threads. Closing twice changes nothing."""
         self._timer.cancel()

@@ -10,8 +10,10 @@ from router.api.asgi import HttpRequest
 from router.service import Router
 
 
-async def health(_: Router, request: HttpRequest) -> None:
-    """GET /health: 200 as long as the event loop runs."""
+async def health(router: Router, request: HttpRequest) -> None:
+    """GET /health: 200 as long as the event loop runs, and the thread that follows KV events."""
+    if not router.healthy:
+        raise Unavailable("the thread that follows KV events has ended: this router is to be replaced")
     await request.respond_json({"status": "ok"})
 
 

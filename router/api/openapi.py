@@ -106,9 +106,9 @@ def document(*model_names: str) -> Schema:
             "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
             "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
             "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
-            "/health": _get("200 as long as the event loop runs", _object(status=_TEXT)),
+            "/health": _get("503: this router is to be replaced", _object(status=_TEXT), 503),
             "/ready": _get("503 until a decode worker is there", _object(status=_TEXT), 503),
-            "/ping": _get("as /health", _object(status=_TEXT)),
+            "/ping": _get("as /health", _object(status=_TEXT), 503),
             "/health_generate": _get(
                 "200 when a worker has computed a token", _object(status=_TEXT), 401, 429, 500, 503
             ),

@@ -74,6 +74,11 @@ class EventPlane:
         self._commands.append((worker, None))
         self._wake()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives. Without it the index stays as it is."""
+        return self._thread.is_alive()
+
     def unsure(self) -> list[str]:
         """Workers that may hold pages that are not in the index."""
         followed = list(self._followed.items())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from router import __main__ as router_main
 from router.api.app import build_app
 from router.options import RouterOptions
 from router.service import Router
@@ -105,6 +108,35 @@ def test_mounted_in_another_application(model: Path) -> None:
         assert client.get("/llm/health").json() == {"status": "ok"}
         assert client.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
         assert client.get("/llm/ready").status_code == 503
+
+
+def test_a_router_that_follows_no_events_any_more_says_so(model: Path) -> None:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        router = Router(RouterOptions(model=model, served_model_name="tiny"))
+        router._events.close()
+        app.mount("/llm", build_app(router))
+        yield
+        router.close()
+
+    with TestClient(Starlette(lifespan=lifespan)) as client:
+        answers = [client.get(f"/llm/{path}") for path in ("health", "ping")]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert "the thread that follows KV events has ended" in answers[0].json()["error"]["message"]
+
+
+def test_such_a_process_of_several_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another takes its place."""
+    monkeypatch.setattr(router_main, "freeze_gc", lambda: None)
+
+    async def run() -> None:
+        router = Router(RouterOptions(model=model, served_model_name="tiny"))
+        router._events.close()
+        told, tell = os.pipe()
+        with socket.create_server(("127.0.0.1", 0)) as listener, os.fdopen(told) as until, os.fdopen(tell):
+            await asyncio.wait_for(router_main._serve_api(router, listener, None, "", until), 10.0)
+
+    asyncio.run(run())
 
 
 def test_an_idle_connection_outlives_that_of_an_openai_client(router: RouterProcess) -> None:
