@@ -141,11 +141,12 @@ class EventPlane:
                 feed.close()
                 self.counters.forget(feed.name)
             del self._followed[worker]
-            if record is None:
-                self._index.drop(worker)
-            else:
+            if record is not None:
                 self._index.reset(worker)
-        if record is None or worker in self._followed or not (sources := sources_of(record)):
+        if record is None:
+            self._index.drop(worker)  # also one without events: placement has joined it to the index
+            return
+        if worker in self._followed or not (sources := sources_of(record)):
             return
         self._index.join(worker)
         feeds = [

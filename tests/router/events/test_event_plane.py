@@ -24,6 +24,7 @@ from router.events import feed as event_feed
 from router.events.connection import PublisherConnection
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
+from router.placement.fleet import Fleet
 from tests.router.conftest import ROOT, wait_until
 from tests.router.directory.test_directory import record
 from tests.support.kv_events_reader import Pages, Replay
@@ -140,6 +141,18 @@ def test_a_new_incarnation_starts_empty_and_a_lost_worker_is_dropped(
         seen.wait_for({7})
         seen.plane.forget("w")
         wait_until(lambda: len(seen.index) == 0)
+
+
+def test_workers_without_events_give_their_slots_back(seen: Seen) -> None:
+    fleet = Fleet(seen.index)
+    for incarnation in range(1, 6):
+        gone = record(f"w{incarnation}", incarnation)
+        fleet.update([gone], 0.0)
+        seen.plane.follow(gone)
+        fleet.update([], 0.0)
+        seen.plane.forget(gone.id)
+        wait_until(lambda: not any(seen.index.names()))
+    assert seen.index.slots == 1
 
 
 @pytest.mark.parametrize("page_hashes", ["baton", "foreign"])
