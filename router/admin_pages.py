@@ -50,6 +50,7 @@ class AdminPages:
     model: Callable[[str | None], Model]  # by its name in the API; None: the only one
     models: Models
     index: GlobalIndex
+    unsure: Callable[[], list[str]]  # workers that may hold pages which the index lacks
     membership: Membership
     processes: ProcessGroup
     inspections: Inspections
@@ -118,10 +119,11 @@ class AdminPages:
         return Page(200, JSON, found.decode())
 
     async def _workers(self, _: _Query) -> Page:
-        """The directory's view, and the load that this router and the others have assigned to each worker."""
+        """The directory's view, the load that this router and the others have assigned to each worker, and
+        the workers that may hold pages of which this router's index does not know."""
         estimates = self.models.estimates()
         accounts = [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
-        return json_page({"workers": self.membership.workers, "accounts": accounts})
+        return json_page({"workers": self.membership.workers, "accounts": accounts, "unsure": self.unsure()})
 
     async def _models(self, _: _Query) -> Page:
         """The models and their versions, each with its share of new streams and its workers by role."""

@@ -161,7 +161,14 @@ class Router:
             registry, traces, send, self._inspections, own, first_process, compat=options.metrics_compat
         )
         self.pages = AdminPages(
-            options.policy, self.model, self._versions, index, known, self._processes, self._inspections
+            options.policy,
+            self.model,
+            self._versions,
+            index,
+            self._events.unsure,
+            known,
+            self._processes,
+            self._inspections,
         )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)

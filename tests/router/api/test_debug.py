@@ -50,6 +50,17 @@ def test_a_choice_is_explained(service: Service) -> None:
     assert router.admin.get("/debug/route").status_code == 400
 
 
+def test_workers_that_the_index_may_know_in_part_are_named(service: Service) -> None:
+    router, *_ = service
+    assert router.admin.get("/debug/workers").json()["unsure"] == []
+    told = FakeWorker(Role.PREFILL, router.mailbox, events="nonsense")
+    try:
+        wait_until(lambda: router.admin.get("/debug/workers").json()["unsure"] == [told.record.id])
+    finally:
+        told.close()
+    wait_until(lambda: router.admin.get("/debug/workers").json()["unsure"] == [])
+
+
 def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None:
     router, *_ = service
     body: dict[str, object] = {"prompt": "Hello", "max_tokens": 2}
