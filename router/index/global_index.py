@@ -8,11 +8,13 @@ keeps its slot until `drop`; then another worker may get it.
 
 Pages that are *expected* on a worker count as held (router/placement/expected_pages.py).
 
-Threads: the event plane's thread calls `apply`, `store`, `remove` and `clear`; the event loop calls the rest.
+Threads: the event plane's thread calls `apply`, `store`, `remove` and `clear`; both call `join` and `drop`;
+the event loop calls the rest.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,6 +64,7 @@ class GlobalIndex:
         self._table: PageTable = table if table is not None else make_page_table()
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
+        self._membership = threading.Lock()  # both threads may find the same free slot
         self.version = 0  # grows with each `join` of a new worker and each `drop`
 
     def __len__(self) -> int:
@@ -79,21 +82,23 @@ class GlobalIndex:
 
     def join(self, worker: str) -> int:
         """Add a worker, unless it is there, and return its slot."""
-        slot = self._slots.get(worker)
-        if slot is None:
-            slot = self._names.index(None) if None in self._names else len(self._names)
-            self._names[slot : slot + 1] = [worker]
-            self._slots[worker] = slot
-            self.version += 1
-        return slot
+        with self._membership:
+            slot = self._slots.get(worker)
+            if slot is None:
+                slot = self._names.index(None) if None in self._names else len(self._names)
+                self._names[slot : slot + 1] = [worker]
+                self._slots[worker] = slot
+                self.version += 1
+            return slot
 
     def drop(self, worker: str) -> None:
         """A worker is gone. Forget its pages and free its slot."""
-        slot = self._slots.pop(worker, None)
-        if slot is not None:
-            self._table.clear(slot, ALL)
-            self._names[slot] = None
-            self.version += 1
+        with self._membership:
+            slot = self._slots.pop(worker, None)
+            if slot is not None:
+                self._table.clear(slot, ALL)
+                self._names[slot] = None
+                self.version += 1
 
     def reset(self, worker: str) -> None:
         """A worker's process was replaced. Forget its pages, those expected too; it keeps its slot."""
