@@ -11,6 +11,20 @@ from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.pieces import pieces
 from kvcache.tiers.stored_way import StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
+from wire.page_hash import PageDigest
+
+Place = tuple[str, PageDigest]
+"""Whose prefetch, and the first page that the tree lacks. Tenants share none: one would wait for another."""
+
+
+@dataclass(slots=True)
+class StorageCounts:
+    """Pages of the primary group, since the start."""
+
+    written_pages: int = 0
+    read_pages: int = 0
+    failed_writes: int = 0
+    skipped_reads: int = 0  # prefetches that would have taken longer than computing
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +32,7 @@ class Prefetch:
     """A way of `key` through storage, whose pages come into host pages `ids`. These have the groups' forms
     for a path of `way.end` pages."""
 
+    place: Place
     key: RadixKey
     stored: StoredNames
     way: StoredWay  # empty until it is known what is there

@@ -10,9 +10,6 @@ trial now and then, for which no request waits. The backend is called on the mov
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
 
 from kvcache.allocator import Pages
 from kvcache.radix_key import RadixKey
@@ -20,35 +17,20 @@ from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
 from kvcache.tenancy.promotion import Promotion
-from kvcache.tiers.agreement import RankReport, agree
 from kvcache.tiers.arrivals import StorageArrivals, public_key
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_pool import HostPool
-from kvcache.tiers.host_tier import HostTier, scattered
-from kvcache.tiers.mover import Failed, WorkQueue
-from kvcache.tiers.prefetch import Prefetch
+from kvcache.tiers.host_tier import HostTier
+from kvcache.tiers.mover import WorkQueue
+from kvcache.tiers.prefetch import Place, Prefetch, StorageCounts
+from kvcache.tiers.prefetch_steps import PrefetchSteps
 from kvcache.tiers.read_times import ReadTimes
 from kvcache.tiers.stored_way import Begins, StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
-from wire.page_hash import PageDigest, page_digests
+from wire.page_hash import page_digests
 
-_READ_PAGES = 32
-"""Read at once: what a prefetch that is stopped still waits for."""
 _HOST_SHARE = 2
 """What is read for requests that wait takes one page in so many of the host's, but for a single long one."""
-_OVER = RankReport({}, 0, is_over=True)
-_Place = tuple[str, PageDigest]
-"""Whose prefetch, and the first page that the tree lacks. Tenants share none: one would wait for another."""
-
-
-@dataclass(slots=True)
-class StorageCounts:
-    """Pages of the primary group, since the start."""
-
-    written_pages: int = 0
-    read_pages: int = 0
-    failed_writes: int = 0
-    skipped_reads: int = 0  # prefetches that would have taken longer than computing
 
 
 class Prefetches:
@@ -71,17 +53,24 @@ class Prefetches:
         self._tree = tree
         self._host = host
         self._pool: HostPool = host.pool
-        self._mover = mover
-        self._backend = backend
         self._keys = keys
         self._counts = counts
         self._clock = clock
-        self._arrivals = StorageArrivals(tree, host, promotion)
+        self._steps = PrefetchSteps(
+            host,
+            mover,
+            backend,
+            StorageArrivals(tree, host, promotion),
+            counts,
+            clock,
+            self._is_much,
+            self._end,
+        )
         self._promotion = promotion
         self._times = ReadTimes()
         self._parts = host.parts
         self._primary = tree.components[0].name
-        self._prefetches: dict[_Place, Prefetch] = {}
+        self._prefetches: dict[Place, Prefetch] = {}
         self._of: dict[Hashable, Prefetch] = {}  # by user
         self._refused: set[Hashable] = set()  # users whose prefetch would not have paid
 
@@ -120,9 +109,9 @@ class Prefetches:
                 self._refused.add(user)
                 return False
             stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, public)
-            same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
+            same = Prefetch(place, key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
             self._prefetches[place] = same
-            self._ask(place, same)
+            self._steps.ask(same)
         same.join(user, deadline)
         self._of[user] = same
         return True
@@ -177,113 +166,17 @@ class Prefetches:
             prefetch.is_stopped = not prefetch.is_trial
             prefetch.let_go(self._host)
 
-    def _ask(self, place: _Place, prefetch: Prefetch) -> None:
-        """Ask what of the key storage has."""
-
-        def ask() -> RankReport | None:
-            if prefetch.is_stopped:
-                return None
-            began = self._clock()
-            asked = prefetch.stored.asked()
-            there = {group: np.array(self._backend.exists(names)) for group, names in asked.items()}
-            prefetch.seconds += self._clock() - began
-            return RankReport(there, 0, is_over=False)
-
-        self._mover.submit("reads", ask, lambda told: self._found(place, prefetch, told))
-
-    def _found(self, place: _Place, prefetch: Prefetch, told: RankReport | Failed | None) -> None:
-        """Take host pages for what can be had and used, from the first page of the way on. None: it was
-        stopped before it asked."""
-        prefetch.stop_if_late(self._clock())
-        if told is None and not prefetch.is_stopped:
-            self._ask(place, prefetch)
-            return
-        found = agree([told]) if isinstance(told, RankReport) else _OVER
-        way = prefetch.way
-        if not found.is_over and not prefetch.is_stopped:
-            way = prefetch.stored.way(found.there, self._parts)
-        start, _, end = way
-        if end == start or self._is_much(end - start):
-            self._end(place, prefetch)
-            return
-        wanted = {}
-        for group, part in self._parts.items():
-            if not part.is_by_page:
-                wanted[group] = np.ones(1, np.int32)
-                continue
-            form = np.zeros(end, np.int32)
-            form[part.needed(end)] = 1
-            form[:start] = 0
-            wanted[group] = form
-        taken = self._host.alloc({group: int(form.sum()) for group, form in wanted.items()})
-        if taken is None:
-            self._end(place, prefetch)
-            return
-        prefetch.way, prefetch.names = way, prefetch.stored.names(way)
-        prefetch.ids = {group: scattered(wanted[group], ids) for group, ids in taken.items()}
-        self._read_more(place, prefetch)
-
     def _is_much(self, pages: int) -> bool:
         """Whether so many pages more were too much on the host for requests that wait."""
         known = {id(p): p for p in (*self._prefetches.values(), *self._of.values())}
         taken = sum(p.way.end - p.way.start for p in known.values())
         return taken > 0 and taken + pages > self._pool.arenas[self._primary].num_pages // _HOST_SHARE
 
-    def _read_more(self, place: _Place, prefetch: Prefetch) -> None:
-        """Read the next pages; with the last ones those of the other groups."""
-        start, _, last = prefetch.way
-        begin = start + prefetch.read
-        end = min(begin + _READ_PAGES, last)
-        names, pages = self._part(prefetch, self._primary, begin, end)
-        if end == last:
-            for group, part in self._parts.items():
-                if group != self._primary:
-                    more = self._part(prefetch, group, start if part.is_by_page else last - 1, last)
-                    names, pages = names + more[0], pages + more[1]
-
-        def read() -> RankReport | None:
-            if prefetch.is_stopped:
-                return None
-            began = self._clock()
-            is_whole = all(self._backend.get(names, pages))
-            prefetch.seconds += self._clock() - began
-            return RankReport({}, end - begin if is_whole else 0, is_over=not is_whole)
-
-        def done(told: RankReport | Failed | None) -> None:
-            prefetch.stop_if_late(self._clock())
-            if told is None and not prefetch.is_stopped:  # it was, and is wanted again
-                self._read_more(place, prefetch)
-                return
-            arrived = agree([told]) if isinstance(told, RankReport) else _OVER
-            if arrived.read:
-                prefetch.read += arrived.read
-                self._counts.read_pages += arrived.read
-                if end == last or len(self._parts) == 1:
-                    self._arrivals.enter(prefetch, end)
-            if arrived.is_over or end == last:
-                self._pool.free(prefetch.ids)
-                self._end(place, prefetch)
-            else:
-                self._read_more(place, prefetch)
-
-        self._mover.submit("reads", read, done)
-
-    def _part(
-        self, prefetch: Prefetch, group: str, begin: int, end: int
-    ) -> tuple[list[bytes], list[memoryview]]:
-        """Names and host pages of a group's pages [begin, end), or of the state after them."""
-        arena, is_by_page = self._pool.arenas[group], self._parts[group].is_by_page
-        start = prefetch.way.start
-        names = prefetch.names[group][begin - start : end - start]
-        ids = prefetch.ids[group][begin:end] if is_by_page else prefetch.ids[group]
-        kept = [(name, arena.view(page)) for name, page in zip(names, ids.tolist(), strict=True) if page]
-        return [name for name, _ in kept], [page for _, page in kept]
-
-    def _end(self, place: _Place, prefetch: Prefetch) -> None:
+    def _end(self, prefetch: Prefetch) -> None:
         prefetch.is_over = True
         if prefetch.seconds:
             self._times.measured(prefetch.read, prefetch.seconds, self._clock())
-        del self._prefetches[place]
+        del self._prefetches[prefetch.place]
 
     def tenants(self) -> set[str]:
         """For whom something is read: their key strings."""

@@ -25,7 +25,8 @@ from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tiers.pieces import pieces
-from kvcache.tiers.prefetches import Prefetches, StorageCounts
+from kvcache.tiers.prefetch import StorageCounts
+from kvcache.tiers.prefetches import Prefetches
 from kvcache.tree_node import TreeNode
 
 _LOOK_S = 1.0  # between two looks at what the backend holds

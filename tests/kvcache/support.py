@@ -21,6 +21,7 @@ from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import StateHold
 from kvcache.tiers.mover import Done, Failed, Work, WorkQueue
+from kvcache.tiers.prefetches import Prefetches
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent, encode_batch
 from wire.request import NO_MARKS, PromptMarks
@@ -212,6 +213,11 @@ class HandMover:
     def close(self) -> None:
         """See WorkQueue."""
         self.waiting = []
+
+
+def set_clock(prefetches: Prefetches, clock: Callable[[], float]) -> None:
+    """Give them another clock."""
+    prefetches._clock = prefetches._steps._clock = clock
 
 
 class Index:

@@ -16,7 +16,7 @@ from kvcache.tiers.report import tier_report
 from kvcache.tiers.tiers import Tiers
 from scheduler.metrics import SchedulerMetrics
 from tests.kvcache.storage.support import MemoryStore
-from tests.kvcache.support import HandMover, key, matched, memory, put
+from tests.kvcache.support import HandMover, key, matched, memory, put, set_clock
 from worker.figures import worker_figures
 
 STORAGE = StorageConfig(
@@ -169,7 +169,7 @@ class SlowStorage:
             self.take(len(keys)) or ([False] * len(keys) if self.is_dead else exists(keys))
         )
         storage.backend.get = lambda keys, into: self.take(len(keys)) or get(keys, into)  # type: ignore[method-assign]
-        storage.prefetches._clock = lambda: self.now
+        set_clock(storage.prefetches, lambda: self.now)
 
     def take(self, blobs: int) -> None:
         self.now += blobs * self.seconds
