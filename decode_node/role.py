@@ -92,6 +92,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             self.fetching.add(room.req, room.source, now)
             return
         room.req.stamp(RequestStage.DECODE_BOOTSTRAP)
+        self.scheduler.hand_off.prefetch(room.req)
         self._bootstrap.push(room.req)
 
     def on_prefilled(self, req: Req) -> AfterPrefill:  # noqa: ARG002  every request stays here

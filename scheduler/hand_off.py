@@ -1,6 +1,6 @@
 """HandOff: a request passes from one worker's scheduler to another's.
 
-decode worker     reserve ─> add_transferred, or cancel_reservation
+decode worker     prefetch ─> reserve ─> add_transferred, or cancel_reservation
 prefill worker    (on_prefilled answers HAND_OFF) ─> release, or park ─> readmit ─> on_prefilled again
 a decode worker   pause ─> release, or resume
 that has it
@@ -42,6 +42,13 @@ class HandOff:
         self._pre_alloc_rows = pre_alloc_rows
 
     # -- on the decode worker ------------------------------------------------------------------------
+
+    def prefetch(self, req: Req) -> None:
+        """Begin to read what storage has of the prompt: `reserve` waits for it. Those that come later wait
+        for their own reads meanwhile."""
+        req.aim_prefill()
+        pages = self._requests.pages
+        pages.lower.prefetch(req, pages.key(req, req.prefill_len))
 
     def reserve(self, req: Req, slack: int = 0) -> bool:
         """Lock what is cached of the prompt, and take a row and pages for the rest, and for at most `slack`

@@ -49,11 +49,9 @@ class Reservations:
         elsewhere."""
         if self._memory.tiers is None:
             return False
-        key = self._pages.key(req, req.prefill_len)
-        self._pages.lower.prefetch(req, key)
         if self._pages.lower.awaits_storage(req):
             return True
-        match = self._memory.cache.match_prefix(key)
+        match = self._memory.cache.match_prefix(self._pages.key(req, req.prefill_len))
         return self._pages.brings_back(req, match, spare, extent)
 
     def filled(self, req: Req, length: int) -> dict[str, npt.NDArray[np.int64]]:

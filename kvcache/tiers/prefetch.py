@@ -36,6 +36,7 @@ class Prefetch:
     key: RadixKey
     stored: StoredNames
     way: StoredWay  # empty until it is known what is there
+    bound_s: float  # how long a user waits for it
     deadline: float
     is_trial: bool  # it should take longer than computing
     users: set[Hashable] = field(default_factory=set)
@@ -55,7 +56,8 @@ class Prefetch:
 
     def stop_if_late(self, now: float) -> None:
         """A trial, for which nobody waits, goes no further than its deadline."""
-        self.is_stopped |= self.is_trial and now >= self.deadline
+        if self.is_trial and now >= self.deadline:
+            self.is_stopped = True
 
     def keep(self, path: Sequence[TreeNode]) -> None:
         """Lock the copies of a path until its users have them. Else what is read for those at the end of a

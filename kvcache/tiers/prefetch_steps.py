@@ -10,11 +10,14 @@ from kvcache.storage.backend import StorageBackend
 from kvcache.tiers.agreement import RankReport, agree
 from kvcache.tiers.arrivals import StorageArrivals
 from kvcache.tiers.host_tier import HostTier, scattered
-from kvcache.tiers.mover import Failed, WorkQueue
+from kvcache.tiers.mover import Failed
 from kvcache.tiers.prefetch import Prefetch, StorageCounts
+from kvcache.tiers.read_lane import ReadLane
 
+_ASK_NAMES = 256
+"""Asked for at once: what a prefetch that is stopped still waits for."""
 _READ_PAGES = 32
-"""Read at once: what a prefetch that is stopped still waits for."""
+"""Read at once, likewise."""
 _OVER = RankReport({}, 0, is_over=True)
 
 
@@ -24,7 +27,7 @@ class PrefetchSteps:
     def __init__(
         self,
         host: HostTier,
-        mover: WorkQueue,
+        lane: ReadLane,
         backend: StorageBackend,
         arrivals: StorageArrivals,
         counts: StorageCounts,
@@ -37,7 +40,7 @@ class PrefetchSteps:
         self._pool = host.pool
         self._parts = host.parts
         self._primary = next(iter(host.parts))
-        self._mover = mover
+        self._lane = lane
         self._backend = backend
         self._arrivals = arrivals
         self._counts = counts
@@ -49,23 +52,25 @@ class PrefetchSteps:
         """Ask what of the key storage has."""
 
         def ask() -> RankReport | None:
-            if prefetch.is_stopped:
-                return None
-            began = self._clock()
-            asked = prefetch.stored.asked()
-            there = {group: np.array(self._backend.exists(names)) for group, names in asked.items()}
-            prefetch.seconds += self._clock() - began
+            there = {}
+            for group, names in prefetch.stored.asked().items():
+                has: list[bool] = []
+                for start in range(0, len(names), _ASK_NAMES):
+                    began = self._clock()
+                    prefetch.stop_if_late(began)
+                    if prefetch.is_stopped:
+                        return None
+                    has += self._backend.exists(names[start : start + _ASK_NAMES])
+                    prefetch.seconds += self._clock() - began
+                there[group] = np.array(has, np.bool_)
             return RankReport(there, 0, is_over=False)
 
-        self._mover.submit("reads", ask, lambda told: self._found(prefetch, told))
+        self._lane.submit(prefetch.bound_s, ask, lambda told: self._found(prefetch, told))
 
     def _found(self, prefetch: Prefetch, told: RankReport | Failed | None) -> None:
         """Take host pages for what can be had and used, from the first page of the way on. None: it was
-        stopped before it asked."""
+        stopped before it had asked for all."""
         prefetch.stop_if_late(self._clock())
-        if told is None and not prefetch.is_stopped:
-            self.ask(prefetch)
-            return
         found = agree([told]) if isinstance(told, RankReport) else _OVER
         way = prefetch.way
         if not found.is_over and not prefetch.is_stopped:
@@ -128,7 +133,7 @@ class PrefetchSteps:
             else:
                 self._read_more(prefetch)
 
-        self._mover.submit("reads", read, done)
+        self._lane.submit(prefetch.bound_s, read, done)
 
     def _part(
         self, prefetch: Prefetch, group: str, begin: int, end: int

@@ -4,7 +4,8 @@ A prefetch asks first what is there (stored_way.py), then takes host pages for i
 every group can continue: of a window group the last window is read, of a state group the state there. Two
 requests of one tenant with the same missing prefix share one. What has arrived enters the tree (arrivals.py)
 and stays on the host until the requests have their turn. What would be computed sooner is not read, but for a
-trial now and then, for which no request waits. The backend is called on the mover's threads.
+trial now and then, for which no request waits. While the reads stand still, nothing new is read. The backend
+is called on the mover's threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
 from kvcache.tiers.prefetch import Place, Prefetch, StorageCounts
 from kvcache.tiers.prefetch_steps import PrefetchSteps
+from kvcache.tiers.read_lane import ReadLane
 from kvcache.tiers.read_times import ReadTimes
 from kvcache.tiers.stored_way import Begins, StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
@@ -56,9 +58,10 @@ class Prefetches:
         self._keys = keys
         self._counts = counts
         self._clock = clock
+        self._lane = ReadLane(mover, clock)
         self._steps = PrefetchSteps(
             host,
-            mover,
+            self._lane,
             backend,
             StorageArrivals(tree, host, promotion),
             counts,
@@ -90,6 +93,8 @@ class Prefetches:
         tokens = (total - cached) * size
         if tokens < max(1, self._config.prefetch_threshold):
             return False
+        if self._lane.stands:
+            return self._refuse(user)
         digests = page_digests(
             key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
         )
@@ -100,21 +105,27 @@ class Prefetches:
         public = total if self._tree.shares or not key.tenant else key.public_pages(size)
         public = 0 if is_withheld else min(public, total)
         place = (key.tenant, digests[cached])
-        deadline = self._clock() + self._bound_s(total - cached)
+        bound_s = self._bound_s(total - cached)
+        deadline = self._clock() + bound_s
         same = self._prefetches.get(place)
         if same is None:
             is_trial = not self._pays(tokens, tokens_per_s)
             if is_trial and not self._times.try_again(self._clock()):
-                self._counts.skipped_reads += 1
-                self._refused.add(user)
-                return False
+                return self._refuse(user)
             stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, public)
-            same = Prefetch(place, key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
+            same = Prefetch(
+                place, key, stored, StoredWay(cached, cached, cached), bound_s, deadline, is_trial
+            )
             self._prefetches[place] = same
             self._steps.ask(same)
         same.join(user, deadline)
         self._of[user] = same
         return True
+
+    def _refuse(self, user: Hashable) -> bool:
+        self._counts.skipped_reads += 1
+        self._refused.add(user)
+        return False
 
     def _begins(self, key: RadixKey) -> Begins:
         """Behind what the tree has of the key, and behind the public pages that it has of it."""
@@ -156,7 +167,8 @@ class Prefetches:
 
     def forget(self, user: Hashable) -> None:
         """The user does not wait any more. What has arrived by then may give way now; a prefetch that nobody
-        wants is stopped, unless it is a trial: that has its deadline."""
+        wants is stopped, unless it is a trial: that has its deadline. One that has no host pages yet is over
+        at once, because its work may not end for long."""
         self._refused.discard(user)
         prefetch = self._of.pop(user, None)
         if prefetch is None:
@@ -165,6 +177,8 @@ class Prefetches:
         if not prefetch.users:
             prefetch.is_stopped = not prefetch.is_trial
             prefetch.let_go(self._host)
+            if prefetch.is_stopped and not prefetch.ids:
+                self._leave(prefetch)
 
     def _is_much(self, pages: int) -> bool:
         """Whether so many pages more were too much on the host for requests that wait."""
@@ -176,7 +190,12 @@ class Prefetches:
         prefetch.is_over = True
         if prefetch.seconds:
             self._times.measured(prefetch.read, prefetch.seconds, self._clock())
-        del self._prefetches[prefetch.place]
+        self._leave(prefetch)
+
+    def _leave(self, prefetch: Prefetch) -> None:
+        """It is not under way any more."""
+        if self._prefetches.get(prefetch.place) is prefetch:
+            del self._prefetches[prefetch.place]
 
     def tenants(self) -> set[str]:
         """For whom something is read: their key strings."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -174,6 +175,24 @@ def test_rooms_are_reserved_in_the_order_of_their_arrival() -> None:
         both.run_dry()
         for room in (1, 2, 3):
             assert both.outputs[room].tokens == right(both, room)
+        both.settle()
+
+
+def test_a_room_looks_into_storage_before_its_turn(tmp_path: Path) -> None:
+    """Else a slow storage would let one room after the other wait."""
+    storage: dict[str, Any] = {"hicache_storage_backend": "file", "hicache_storage_path": tmp_path / "kv"}
+    with pair(max_total_tokens=256, hicache_ratio=1.0, **storage) as both:
+        target_of(both, 1, prompt_of(1, 150))
+        tiers, asked = both.decode.parts.services.memory.tiers, set[object]()
+        assert tiers is not None
+        assert tiers.storage is not None
+        with mock.patch.object(tiers.storage.prefetches, "prefetch", lambda user, *_: asked.add(user)):
+            for room in (2, 3):
+                both.ask(room, prompt_of(room, 120), 6)
+            both.run_dry_without(both.prefill)
+        assert [room.hold for room in both.decode.rooms()] == ["waiting", "bootstrap", "bootstrap"]
+        assert asked == {(2, 1), (3, 1)}
+        both.run_dry()
         both.settle()
 
 

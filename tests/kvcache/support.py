@@ -217,7 +217,7 @@ class HandMover:
 
 def set_clock(prefetches: Prefetches, clock: Callable[[], float]) -> None:
     """Give them another clock."""
-    prefetches._clock = prefetches._steps._clock = clock
+    prefetches._clock = prefetches._steps._clock = prefetches._lane._clock = clock
 
 
 class Index:

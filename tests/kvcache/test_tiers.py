@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -253,6 +253,49 @@ def test_a_trial_ends_in_time(built: Memory, mover: HandMover) -> None:
     assert slow.now - began <= 8 * slow.seconds, "the trial read on after its deadline"
     assert tiers_of(built).is_idle
     built.check_memory()
+
+
+def test_a_storage_that_stands_still_makes_requests_wait_only_once(built: Memory, mover: HandMover) -> None:
+    tiers, now = tiers_of(built), [0.0]
+    assert tiers.storage is not None
+    prefetches = tiers.storage.prefetches
+    set_clock(prefetches, lambda: now[0])
+    for number in range(50):
+        prompt = key(range(1000 * number, 1000 * number + 32))
+        assert prefetches.prefetch(number, prompt) == (number == 0)
+        while prefetches.waits(number):
+            now[0] += 0.05
+        tiers.forget(number)
+        assert len(prefetches) == 0, "what nobody wants is kept for a storage that does not answer"
+        assert tiers.is_idle
+    assert now[0] < 1.1
+    assert mover.count("reads") == 1
+    assert mover.do("reads")
+    tiers.poll()
+    assert prefetches.prefetch("later", key(TOKENS)), "it goes on"
+    tiers.forget("later")
+    rest(built, mover)
+
+
+def test_a_prefetch_that_is_stopped_asks_for_no_more_names(
+    built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, asked = tiers_of(built), list[int]()
+    assert tiers.storage is not None
+    monkeypatch.setattr("kvcache.tiers.prefetch_steps._ASK_NAMES", 3)
+
+    def exists(names: Sequence[bytes]) -> list[bool]:
+        asked.append(len(names))
+        if len(asked) == 5:
+            tiers.forget("two")
+        return [False] * len(names)
+
+    monkeypatch.setattr(tiers.storage.backend, "exists", exists)
+    for user in ("one", "two"):
+        assert tiers.storage.prefetches.prefetch(user, key(TOKENS))
+        rest(built, mover)
+    assert asked == [3, 3, 2, 3, 3]
+    tiers.forget("one")
 
 
 def test_a_node_that_is_lost_while_it_is_stored_frees_its_copy_afterwards(

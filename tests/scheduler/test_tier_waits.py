@@ -10,7 +10,7 @@ from kvcache.tiers.config import TierConfig
 from kvcache.tiers.tiers import Tiers
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
-from tests.kvcache.support import HandMover
+from tests.kvcache.support import HandMover, set_clock
 from tests.scheduler.rig import GROUPS, Rig
 
 STORAGE = StorageConfig(
@@ -116,4 +116,24 @@ def test_what_was_read_for_a_request_stays_until_its_turn(groups: tuple[str, ...
     run(rig, mover)
     assert tiers.moves.counts.loads == 1
     rig.assert_outputs()
+    rig.close()
+
+
+def test_a_storage_that_stands_still_holds_up_reservations_once() -> None:
+    mover, now = HandMover(), [0.0]
+    rig = rig_of(mover, storage=STORAGE)
+    tiers = tiers_of(rig)
+    assert tiers.storage is not None
+    set_clock(tiers.storage.prefetches, lambda: now[0])
+    waiting = [rig.req(range(50 * i, 50 * i + 40), 4) for i in range(8)]
+    for req in waiting:
+        rig.scheduler.hand_off.prefetch(req)
+    while waiting:
+        while waiting and rig.scheduler.hand_off.reserve(waiting[0]):
+            rig.memory.free(rig.scheduler.hand_off.cancel_reservation(waiting.pop(0)))
+        now[0] += 0.05
+        rig.step()
+        assert now[0] < 1.2, f"{len(waiting)} wait for a storage that does not answer"
+    assert len(tiers.storage.prefetches) == 0
+    assert rig.scheduler.idle
     rig.close()
