@@ -27,6 +27,18 @@ class StorageCounts:
     skipped_reads: int = 0  # prefetches that would have taken longer than computing
 
 
+@dataclass(slots=True)
+class Wanted:
+    """What a user wants to have from storage, as long as it waits for another prefetch."""
+
+    user: Hashable
+    key: RadixKey
+    tokens_per_s: float  # of computing it; 0: not known
+    digests: Sequence[PageDigest] = ()  # of all its pages, once they are needed
+    deadline: float = 0.0  # when the user waits no more; 0: it has not been set
+    place: Place | None = None  # of the prefetch that it waits for
+
+
 @dataclass(slots=True, eq=False)
 class Prefetch:
     """A way of `key` through storage, whose pages come into host pages `ids`. These have the groups' forms
@@ -34,12 +46,13 @@ class Prefetch:
 
     place: Place
     key: RadixKey
+    digests: Sequence[PageDigest]
     stored: StoredNames
     way: StoredWay  # empty until it is known what is there
-    bound_s: float  # how long a user waits for it
-    deadline: float
+    bound_s: float  # how long it should take at most
+    deadline: float  # of a trial
     is_trial: bool  # it should take longer than computing
-    users: set[Hashable] = field(default_factory=set)
+    users: dict[Hashable, float] = field(default_factory=dict)  # until when each waits
     names: dict[str, list[bytes]] = field(default_factory=dict)  # by group, one for each page of the way
     ids: dict[str, Pages] = field(default_factory=dict)
     read: int = 0  # pages of the primary group that have arrived, from the way's start on
@@ -48,11 +61,19 @@ class Prefetch:
     is_stopped: bool = False  # the mover's thread begins nothing for it
     is_over: bool = False
 
+    def serves(self, digests: Sequence[PageDigest]) -> bool:
+        """Whether it brings all that a prompt of these pages wants. Of a longer prompt that holds if there is
+        one group: the others are read for the end alone. A longer one that is stopped is left to end."""
+        is_part = len(digests) < len(self.digests) and len(self.stored.groups) == 1 and not self.is_stopped
+        return (is_part or len(digests) == len(self.digests)) and digests[-1] == self.digests[
+            len(digests) - 1
+        ]
+
     def join(self, user: Hashable, deadline: float) -> None:
-        """The user wants it, too. If nobody did any more, it goes on, until `deadline`."""
-        if self.is_stopped and not self.is_trial:
-            self.is_stopped, self.deadline = False, deadline
-        self.users.add(user)
+        """The user wants it, too, and waits until `deadline`. If nobody wanted it any more, it goes on."""
+        if not self.is_trial:
+            self.is_stopped = False
+        self.users[user] = deadline
 
     def stop_if_late(self, now: float) -> None:
         """A trial, for which nobody waits, goes no further than its deadline."""

@@ -1,11 +1,12 @@
 """Prefetches: what a request's prompt has in storage, read into host pages while the request waits.
 
 A prefetch asks first what is there (stored_way.py), then takes host pages for it, and reads. It ends where
-every group can continue: of a window group the last window is read, of a state group the state there. Two
-requests of one tenant with the same missing prefix share one. What has arrived enters the tree (arrivals.py)
-and stays on the host until the requests have their turn. What would be computed sooner is not read, but for a
-trial now and then, for which no request waits. While the reads stand still, nothing new is read. The backend
-is called on the mover's threads.
+every group can continue: of a window group the last window is read, of a state group the state there. Of two
+requests of one tenant that lack the same page first, the second shares the first one's if that brings all it
+wants; else it has its own after that. What has arrived enters the tree (arrivals.py) and stays on the host
+until the requests have their turn. What would be computed sooner is not read, but for a trial now and then,
+for which no request waits. While the reads stand still, nothing new is read. The backend is called on the
+mover's threads.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
-from kvcache.tiers.prefetch import Place, Prefetch, StorageCounts
+from kvcache.tiers.prefetch import Place, Prefetch, StorageCounts, Wanted
 from kvcache.tiers.prefetch_steps import PrefetchSteps
 from kvcache.tiers.read_lane import ReadLane
 from kvcache.tiers.read_times import ReadTimes
 from kvcache.tiers.stored_way import Begins, StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
-from wire.page_hash import page_digests
+from wire.page_hash import PageDigest, page_digests
 
 _HOST_SHARE = 2
 """What is read for requests that wait takes one page in so many of the host's, but for a single long one."""
@@ -75,6 +76,7 @@ class Prefetches:
         self._primary = tree.components[0].name
         self._prefetches: dict[Place, Prefetch] = {}
         self._of: dict[Hashable, Prefetch] = {}  # by user
+        self._behind: dict[Hashable, Wanted] = {}  # by user: each waits for the prefetch at its place
         self._refused: set[Hashable] = set()  # users whose prefetch would not have paid
 
     def __len__(self) -> int:
@@ -85,41 +87,47 @@ class Prefetches:
         """Begin to read what the tree lacks of `key`, if that should pay. Whether it has begun. `key` has
         what a match may use, and computing it takes `tokens_per_s`, 0 if that is not known. A user that asks
         again has what it had, and a refusal holds until it is forgotten."""
+        if user in self._behind:
+            return True
         if user in self._of or user in self._refused:
             return user not in self._refused and not self._of[user].is_over
+        return self._begin(Wanted(user, key, tokens_per_s))
+
+    def _begin(self, wanted: Wanted) -> bool:
+        """Begin to read it, or share another's read, or queue it behind that."""
+        key, size = wanted.key, self._tree.page_size
         begins = self._begins(key)
-        size, cached = self._tree.page_size, begins.own
-        total = len(key) // size
+        cached, total = begins.own, len(key) // size
         tokens = (total - cached) * size
-        if tokens < max(1, self._config.prefetch_threshold):
-            return False
-        if self._lane.stands:
-            return self._refuse(user)
-        digests = page_digests(
-            key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
-        )
         # What was demoted lies there still, under public names.
         is_withheld = self._promotion is not None and self._promotion.demotion.withholds(key)
-        if is_withheld and not key.tenant:
+        if tokens < max(1, self._config.prefetch_threshold) or (is_withheld and not key.tenant):
             return False
-        public = total if self._tree.shares or not key.tenant else key.public_pages(size)
-        public = 0 if is_withheld else min(public, total)
-        place = (key.tenant, digests[cached])
-        bound_s = self._bound_s(total - cached)
-        deadline = self._clock() + bound_s
+        if self._lane.stands:
+            return self._refuse(wanted.user)
+        bound_s, now = self._bound_s(total - cached), self._clock()
+        wanted.digests = wanted.digests or _digests(key, total * size, size)
+        wanted.deadline = wanted.deadline or now + bound_s
+        wanted.place = place = (key.tenant, wanted.digests[cached])
+        is_trial = not self._pays(tokens, wanted.tokens_per_s)
         same = self._prefetches.get(place)
+        if same is not None and not same.serves(wanted.digests):
+            if is_trial:
+                return self._refuse(wanted.user)
+            self._behind[wanted.user] = wanted
+            return True
         if same is None:
-            is_trial = not self._pays(tokens, tokens_per_s)
-            if is_trial and not self._times.try_again(self._clock()):
-                return self._refuse(user)
-            stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, public)
-            same = Prefetch(
-                place, key, stored, StoredWay(cached, cached, cached), bound_s, deadline, is_trial
-            )
+            if is_trial and not self._times.try_again(now):
+                return self._refuse(wanted.user)
+            public = total if self._tree.shares or not key.tenant else key.public_pages(size)
+            public = 0 if is_withheld else min(public, total)
+            stored = StoredNames(self._keys, list(self._parts), wanted.digests, begins, key.tenant, public)
+            way = StoredWay(cached, cached, cached)
+            same = Prefetch(place, key, wanted.digests, stored, way, bound_s, now + bound_s, is_trial)
             self._prefetches[place] = same
             self._steps.ask(same)
-        same.join(user, deadline)
-        self._of[user] = same
+        same.join(wanted.user, wanted.deadline)
+        self._of[wanted.user] = same
         return True
 
     def _refuse(self, user: Hashable) -> bool:
@@ -152,13 +160,15 @@ class Prefetches:
         return min(self._config.prefetch_base_s + pages * per_page, self._config.prefetch_max_s)
 
     def waits(self, user: Hashable) -> bool:
-        """Whether the user's prefetch is under way, and its policy lets the user wait for it."""
-        prefetch = self._of.get(user)
-        if prefetch is None or prefetch.is_over or prefetch.is_trial:
+        """Whether the user's prefetch is under way or will be, and its policy lets the user wait for it."""
+        prefetch, policy = self._of.get(user), self._config.prefetch_policy
+        if user in self._behind:
+            deadline = self._behind[user].deadline
+        elif prefetch is None or prefetch.is_over or prefetch.is_trial:
             return False
-        if self._config.prefetch_policy == "best_effort":
-            return False
-        return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
+        else:
+            deadline = prefetch.users[user]
+        return policy == "wait_complete" or (policy == "timeout" and self._clock() < deadline)
 
     def arrived(self, user: Hashable) -> int:
         """Tokens that have come for the user so far."""
@@ -170,10 +180,11 @@ class Prefetches:
         wants is stopped, unless it is a trial: that has its deadline. One that has no host pages yet is over
         at once, because its work may not end for long."""
         self._refused.discard(user)
+        self._behind.pop(user, None)
         prefetch = self._of.pop(user, None)
         if prefetch is None:
             return
-        prefetch.users.discard(user)
+        prefetch.users.pop(user, None)
         if not prefetch.users:
             prefetch.is_stopped = not prefetch.is_trial
             prefetch.let_go(self._host)
@@ -193,9 +204,13 @@ class Prefetches:
         self._leave(prefetch)
 
     def _leave(self, prefetch: Prefetch) -> None:
-        """It is not under way any more."""
-        if self._prefetches.get(prefetch.place) is prefetch:
-            del self._prefetches[prefetch.place]
+        """It is not under way any more: those behind it begin, from what it has brought."""
+        if self._prefetches.get(prefetch.place) is not prefetch:
+            return
+        del self._prefetches[prefetch.place]
+        for wanted in [one for one in self._behind.values() if one.place == prefetch.place]:
+            del self._behind[wanted.user]
+            self._begin(wanted)
 
     def tenants(self) -> set[str]:
         """For whom something is read: their key strings."""
@@ -209,3 +224,8 @@ class Prefetches:
     def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
         """Host pages that prefetches read into."""
         return (p.ids for p in self._prefetches.values() if p.ids)
+
+
+def _digests(key: RadixKey, tokens: int, page_size: int) -> list[PageDigest]:
+    """Those of the first `tokens` tokens' pages."""
+    return page_digests(key.namespace.seed, key[:tokens].tokens.tobytes(), page_size, key.namespace.is_bigram)

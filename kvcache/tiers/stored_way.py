@@ -64,6 +64,7 @@ class StoredNames:
         `public_pages`."""
         asked = digests[begins.first :]
         self.begins = begins
+        self.groups = groups
         self._pages = len(digests)
         self._public = {g: keys.keys(g, asked) for g in groups} if public_pages > begins.first else None
         self._public_pages = public_pages

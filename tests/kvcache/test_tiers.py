@@ -12,6 +12,7 @@ from kvcache.memory import Memory
 from kvcache.storage.blob_store import Held
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
+from kvcache.tiers.prefetches import Prefetches
 from kvcache.tiers.report import tier_report
 from kvcache.tiers.tiers import Tiers
 from scheduler.metrics import SchedulerMetrics
@@ -154,6 +155,82 @@ def test_a_prefetch_that_nobody_wanted_for_a_moment_goes_on(
     assert prefetches.arrived("two") == 32
     tiers.forget("two")
     built.check_memory()
+
+
+SYSTEM = range(8)
+ONE, OTHER = [*SYSTEM, *range(100, 116)], [*SYSTEM, *range(200, 224)]
+
+
+def two_in_storage(built: Memory, mover: HandMover) -> Prefetches:
+    """ONE and OTHER are in storage alone."""
+    for tokens in (ONE, OTHER):
+        put(built, tokens)
+        rest(built, mover)
+        evict(built)
+    tiers = tiers_of(built)
+    tiers.host.clear()
+    assert tiers.storage is not None
+    return tiers.storage.prefetches
+
+
+def test_prompts_that_part_are_all_read(built: Memory, mover: HandMover) -> None:
+    prefetches = two_in_storage(built, mover)
+    for user, tokens in (("one", ONE), ("other", OTHER), ("again", OTHER), ("part", ONE[:16])):
+        assert prefetches.prefetch(user, key(tokens))
+        assert prefetches.prefetch(user, key(tokens)), "it asks in each turn of a loop"
+    assert mover.count("reads") == len(prefetches) == 1
+    while not prefetches.arrived("one"):
+        assert all(prefetches.waits(user) for user in ("one", "other", "again", "part"))
+        mover.do("reads")
+        tiers_of(built).poll()
+    assert [prefetches.waits(user) for user in ("one", "other", "again", "part")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    rest(built, mover)
+    for tokens in (ONE, OTHER):
+        assert built.cache.match_prefix(key(tokens)).host_hit_length == len(tokens)
+    assert prefetches.arrived("again") == len(OTHER) - len(SYSTEM)
+    for user in ("one", "other", "again", "part"):
+        assert not prefetches.waits(user)
+        tiers_of(built).forget(user)
+    built.check_memory()
+
+
+def test_nobody_waits_for_the_prompt_of_a_request_that_was_ended(built: Memory, mover: HandMover) -> None:
+    prefetches = two_in_storage(built, mover)
+    tiers = tiers_of(built)
+    assert prefetches.prefetch("one", key(ONE))
+    mover.do("reads")
+    tiers.poll()
+    tiers.forget("one")
+    for user, tokens in (("other", OTHER), ("part", ONE[:16]), ("gone", TOKENS)):
+        assert prefetches.prefetch(user, key(tokens))
+    tiers.forget("gone")
+    assert not prefetches.waits("gone")
+    rest(built, mover)
+    assert built.cache.match_prefix(key(ONE)).host_hit_length == 16
+    assert prefetches.arrived("other") + prefetches.arrived("part") == len(OTHER) + 16 - len(SYSTEM)
+    assert len(prefetches) == 0
+    for user in ("other", "part"):
+        tiers.forget(user)
+    built.check_memory()
+
+
+def test_each_user_waits_until_its_own_deadline(built: Memory, mover: HandMover) -> None:
+    prefetches, now = two_in_storage(built, mover), [0.0]
+    set_clock(prefetches, lambda: now[0])
+    for now[0], user, tokens in ((0.0, "one", ONE), (0.6, "two", ONE), (0.8, "other", OTHER)):
+        assert prefetches.prefetch(user, key(tokens))
+    waiting = []
+    for now[0] in (0.9, 1.1, 1.7, 1.9):
+        waiting.append([user for user in ("one", "two", "other") if prefetches.waits(user)])
+    assert waiting == [["one", "two", "other"], ["two", "other"], ["other"], []]
+    for user in ("one", "two", "other"):
+        tiers_of(built).forget(user)
+    assert len(prefetches) == 0
 
 
 class SlowStorage:
