@@ -37,10 +37,14 @@ class CacheClearing:
             self._answers.answer(key, CacheCleared(message.token, freed))
             return
 
-        def done(told: int | Failed) -> None:
-            if isinstance(told, Failed):
-                self._answers.answer(key, CacheCleared(message.token, freed, f"storage: {told.error!r}"))
-            else:
-                self._answers.answer(key, CacheCleared(message.token, {**freed, "storage": told}))
+        def done(told: int | Failed | None) -> None:
+            match told:
+                case Failed(error):
+                    cleared = CacheCleared(message.token, freed, f"storage: {error!r}")
+                case None:
+                    cleared = CacheCleared(message.token, freed, "storage: this backend cannot be cleared")
+                case blobs:
+                    cleared = CacheCleared(message.token, {**freed, "storage": blobs})
+            self._answers.answer(key, cleared)
 
         tiers.storage.clear(done)

@@ -149,18 +149,19 @@ class StorageTier:
 
     # -- clearing ----------------------------------------------------------------------------------
 
-    def clear(self, done: Callable[[int | Failed], None]) -> None:
+    def clear(self, done: Callable[[int | Failed | None], None]) -> None:
         """Forget all that the backend has, also what other workers have stored there.
 
-        `done` is called in a later poll, with the number of blobs that the backend said it removed.
+        `done` is called in a later poll, with the number of blobs that the backend said it removed; None: it
+        cannot remove any.
         """
 
-        def work() -> int:
+        def work() -> int | None:
             removed = self.backend.clear()
-            return removed.blobs if removed is not None else 0
+            return removed.blobs if removed is not None else None
 
-        def cleared(told: int | Failed) -> None:
-            for node in self._tree.nodes():
+        def cleared(told: int | Failed | None) -> None:
+            for node in self._tree.nodes() if told is not None else ():
                 if node.host is not None:
                     self._host.not_stored(node)
             done(told)

@@ -18,6 +18,8 @@ from kvcache.tiers.tiers import Tiers
 from scheduler.metrics import SchedulerMetrics
 from tests.kvcache.storage.support import MemoryStore
 from tests.kvcache.support import HandMover, key, matched, memory, put, set_clock
+from wire.messages import AnyMessage, CacheCleared, ClearCache
+from worker.clearing import CacheClearing
 from worker.figures import worker_figures
 
 STORAGE = StorageConfig(
@@ -440,3 +442,21 @@ def test_a_clear_tells_what_it_has_removed(
     storage.clear(told.append)
     rest(built, mover)
     assert told == [3]
+
+
+def test_a_storage_that_cannot_be_cleared_says_so(
+    built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LMCache's and AIBrix's."""
+    put(built, TOKENS)
+    rest(built, mover)
+    monkeypatch.setattr(MemoryStore, "clear", lambda self, prefix: None)
+    said: list[tuple[str, AnyMessage]] = []
+    clearing = CacheClearing(built, lambda to, message: said.append((to, message)))
+    clearing.clear("operator", ClearCache(["storage"], 1))
+    rest(built, mover)
+    problem = "storage: this backend cannot be cleared"
+    assert said == [("operator", CacheCleared(1, {}, problem))]
+    (node,) = built.cache.tree.nodes()
+    assert node.host is not None
+    assert node.host.stored, "it is there still"
