@@ -2,41 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest
+
+_FIRST_DELAY_S, _MOST_DELAY_S = 30.0, 480.0  # before another try, which doubles with each that fails
 
 
 class StorageBacklog:
     """There is one where there is a storage. All methods are called on the tree's thread."""
 
     def __init__(self) -> None:
-        self._new: OrderedDict[TreeNode, None] = OrderedDict()  # as they came: parents first
+        # Parents first, as they came, each with how long it was put off before.
+        self._new: OrderedDict[TreeNode, float] = OrderedDict()
+        self._later: dict[
+            TreeNode, tuple[float, float]
+        ] = {}  # could not be stored: next try, seconds until then
+        self._due_at = math.inf  # nothing of those is tried before
         self._withdrawn: list[PageDigest] = []
 
     def __len__(self) -> int:
         """How many nodes are to be stored."""
-        return len(self._new)
+        return len(self._new) + len(self._later)
 
     def __contains__(self, node: TreeNode) -> bool:
         """Whether the node is to be stored."""
-        return node in self._new
+        return node in self._new or node in self._later
 
     def add(self, node: TreeNode) -> None:
         """The host has something of `node` that storage lacks, perhaps under this owner's name alone."""
-        self._new.pop(node, None)
-        self._new[node] = None
+        self.drop(node)
+        self._new[node] = 0.0
+
+    def put_off(self, node: TreeNode, delay_s: float, now: float) -> None:
+        """`node` could not be stored, `delay_s` seconds after the try before; 0: there was none."""
+        delay_s = min(max(2 * delay_s, _FIRST_DELAY_S), _MOST_DELAY_S)
+        self._later[node] = now + delay_s, delay_s
+        self._due_at = min(self._due_at, now + delay_s)
+
+    def resume(self, now: float) -> None:
+        """What has been put off for long enough is to be stored."""
+        if now < self._due_at:
+            return
+        for node, (at, delay_s) in list(self._later.items()):
+            if at <= now:
+                del self._later[node]
+                self._new[node] = delay_s
+        self._due_at = min((at for at, _ in self._later.values()), default=math.inf)
 
     def drop(self, node: TreeNode) -> None:
         """`node` is not to be stored, or not any more."""
         self._new.pop(node, None)
+        self._later.pop(node, None)
 
     def divided(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` has just taken the first pages of `lower`."""
         if lower in self._new:
             self.add(upper)
             self._new.move_to_end(upper, last=False)
+        elif lower in self._later:
+            self._later[upper] = self._later[lower]
 
     def withdraw(self, pages: list[PageDigest]) -> None:
         """These pages have stopped being public: storage is to forget them under their public names."""
@@ -45,6 +72,10 @@ class StorageBacklog:
     def first(self) -> TreeNode | None:
         """What is to be stored next. It stays here, and may have lost its copy."""
         return next(iter(self._new), None)
+
+    def delay_s(self, node: TreeNode) -> float:
+        """For how long what is to be stored was put off before."""
+        return self._new[node]
 
     def take_withdrawn(self) -> list[PageDigest]:
         """What was withdrawn since the last call."""

@@ -1,6 +1,7 @@
 """StorageTier: pages between the host and a storage backend. The backend is called on the mover's threads.
 
-write      after a backup has landed: the node's host pages                         host -> storage
+write      after a backup has landed, and again later if that fails: the node's     host -> storage
+           host pages
 remove     what has stopped being public, under its public names
 look       what the backend holds, for `stats`
 prefetch   what a request's prompt has there, while the request waits               storage -> host
@@ -72,6 +73,7 @@ class StorageTier:
         """Begin to write what has come to the host and is not stored, as far as that does not keep too much
         there. The rest waits, and may give way meanwhile. So does what has come for a node that is being
         written."""
+        self._backlog.resume(self._clock())
         if self._is_full:  # this is called in every turn of the loop
             return
         busy = []
@@ -83,7 +85,7 @@ class StorageTier:
                 if self._writing and any(self._kept[g] + n > self._most_kept[g] for g, n in keeps.items()):
                     self._is_full = True
                     break
-                self._write(node, keeps)
+                self._write(node, keeps, self._backlog.delay_s(node))
             self._backlog.drop(node)
         for node in busy:
             self._backlog.add(node)
@@ -106,7 +108,8 @@ class StorageTier:
             keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
             self._mover.submit("writes", lambda: self.backend.remove(keys), lambda _: None)
 
-    def _write(self, node: TreeNode, keeps: Counter[str]) -> None:
+    def _write(self, node: TreeNode, keeps: Counter[str], delay_s: float) -> None:
+        """`delay_s`: for how long it was put off before."""
         copy = node.host
         assert copy is not None, "the node has no copy"
         digests = node.page_digests(self._tree.page_size)
@@ -119,30 +122,39 @@ class StorageTier:
                     names.append(name)
                     blobs.append(self._host.pool.arenas[group].view(page))
         copy.locks += 1
-        pages = node.num_pages
+        pages, tenant = node.num_pages, node.tenant
         self._writing.add(node)
         self._kept.update(keeps)
 
         def done(told: list[bool] | Failed) -> None:
             self._kept.subtract(keeps)
             self._is_full = False
-            self._written(node, pages, told)
+            for piece in self._written(node, pages, told):
+                if piece.tenant == tenant:  # else it was withdrawn, or its new owner's is in the backlog
+                    self._backlog.put_off(piece, delay_s, self._clock())
 
         self._mover.submit("writes", lambda: self.backend.set(names, blobs), done)
 
-    def _written(self, node: TreeNode, pages: int, told: list[bool] | Failed) -> None:
+    def _written(self, node: TreeNode, pages: int, told: list[bool] | Failed) -> list[TreeNode]:
+        """Returns the nodes that storage still lacks."""
         self._writing.discard(node)
+        lacking = []
         is_whole = not isinstance(told, Failed) and all(told)
         for piece, _, _ in pieces(node, pages):
             assert piece.host is not None, "a node's copy went while it was read"
             self._host.unlock(piece)
             waits = piece in self._backlog or piece in self._writing  # more of it has come meanwhile
-            if is_whole and piece.host is not None and not waits:
+            if piece.host is None or waits:
+                continue
+            if is_whole:
                 self._host.stored(piece)
+            else:
+                lacking.append(piece)
         if is_whole:
             self.counts.written_pages += pages
         else:
             self.counts.failed_writes += 1
+        return lacking
 
     def _is_by_page(self, group: str) -> bool:
         return self._host.parts[group].is_by_page

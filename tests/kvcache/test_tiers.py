@@ -9,7 +9,7 @@ import pytest
 
 from common.secrets import ClusterSecret
 from kvcache.memory import Memory
-from kvcache.storage.blob_store import Held
+from kvcache.storage.blob_store import Held, Outcome
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.prefetches import Prefetches
@@ -375,6 +375,54 @@ def test_a_prefetch_that_is_stopped_asks_for_no_more_names(
         rest(built, mover)
     assert asked == [3, 3, 2, 3, 3]
     tiers.forget("one")
+
+
+def test_what_could_not_be_stored_is_tried_again(built: Memory, mover: HandMover) -> None:
+    storage, now = tiers_of(built).storage, [0.0]
+    assert storage is not None
+    storage._clock = lambda: now[0]
+    store: MemoryStore = storage.backend._store  # type: ignore[attr-defined]
+    store.fails = lambda verb: Outcome.TIMEOUT if verb == "write" else None
+    put(built, TOKENS)
+    tried = []
+    for second in range(0, 2000, 10):
+        now[0], before = float(second), storage.counts.failed_writes
+        tiers_of(built).poll()
+        rest(built, mover)
+        if storage.counts.failed_writes > before:
+            tried.append(second)
+    assert tried == [0, 30, 90, 210, 450, 930, 1410, 1890]
+    assert storage.queued()["to_storage"] == 1
+    put(built, [*range(16), 500, 501, 502, 503])  # the node is split
+    store.fails = lambda verb: None
+    rest(built, mover)
+    assert len(store.blobs) == 1
+    now[0] += 480.0
+    tiers_of(built).poll()
+    rest(built, mover)
+    assert len(store.blobs) == 9
+    assert all(node.host is not None and node.host.stored for node in built.cache.tree.nodes())
+    assert storage.queued()["to_storage"] == 0
+    built.check_memory()
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_what_could_not_be_stored_is_not_kept_for_that(built: Memory, mover: HandMover, goes: bool) -> None:
+    """Its copy gives way, before or after its write has failed."""
+    storage = tiers_of(built).storage
+    assert storage is not None
+    put(built, TOKENS)
+    assert mover.do("backups")
+    tiers_of(built).poll()
+    evict(built)
+    if goes:
+        tiers_of(built).host.clear()
+    assert mover.do("writes", fails=True)
+    tiers_of(built).poll()
+    tiers_of(built).host.clear()
+    assert storage.queued()["to_storage"] == 0
+    assert free_on_host(built) == 32
+    built.check_memory()
 
 
 def test_a_node_that_is_lost_while_it_is_stored_frees_its_copy_afterwards(
