@@ -73,6 +73,13 @@ class StorageBacklog:
         """What is to be stored next. It stays here, and may have lost its copy."""
         return next(iter(self._new), None)
 
+    def take_all(self) -> list[TreeNode]:
+        """Everything that is to be stored. Nothing of it stays here."""
+        nodes = [*self._new, *self._later]
+        self._new.clear()
+        self._later.clear()
+        return nodes
+
     def delay_s(self, node: TreeNode) -> float:
         """For how long what is to be stored was put off before."""
         return self._new[node]

@@ -162,20 +162,23 @@ class StorageTier:
     # -- clearing ----------------------------------------------------------------------------------
 
     def clear(self, done: Callable[[int | Failed | None], None]) -> None:
-        """Forget all that the backend has, also what other workers have stored there.
+        """Forget all that the backend has, also what other workers have stored there, and what waits to be.
 
         `done` is called in a later poll, with the number of blobs that the backend said it removed; None: it
         cannot remove any.
         """
+        waiting = self._backlog.take_all()  # else it would be written after that
 
         def work() -> int | None:
             removed = self.backend.clear()
             return removed.blobs if removed is not None else None
 
         def cleared(told: int | Failed | None) -> None:
-            for node in self._tree.nodes() if told is not None else ():
+            for node in self._tree.nodes() if told is not None else waiting:
                 if node.host is not None:
                     self._host.not_stored(node)
+                    if told is None:
+                        self._backlog.add(node)
             done(told)
 
         self._mover.submit("writes", work, cleared)  # behind the writes that are under way

@@ -492,6 +492,29 @@ def test_a_clear_tells_what_it_has_removed(
     assert told == [3]
 
 
+@pytest.mark.parametrize("can_clear", [True, False])
+def test_nothing_from_before_a_clear_is_written_after_it(
+    built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch, can_clear: bool
+) -> None:
+    """Each of the two nodes takes a quarter of the host: one waits for the other's write."""
+    storage = tiers_of(built).storage
+    assert storage is not None
+    store: MemoryStore = storage.backend._store  # type: ignore[attr-defined]
+    if not can_clear:
+        monkeypatch.setattr(store, "clear", lambda prefix: None)
+    put(built, TOKENS)
+    put(built, range(100, 132))
+    while mover.do("backups"):
+        tiers_of(built).poll()
+    assert (mover.count("writes"), storage.queued()["to_storage"]) == (1, 2)
+    storage.clear(lambda told: None)
+    rest(built, mover)
+    assert len(store.blobs) == (0 if can_clear else 16)
+    copies = [node.host for node in built.cache.tree.nodes()]
+    assert [copy is not None and copy.stored for copy in copies] == [not can_clear] * 2
+    built.check_memory()
+
+
 def test_a_storage_that_cannot_be_cleared_says_so(
     built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
