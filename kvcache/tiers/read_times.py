@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 _KEPT = 7 / 8  # weight of earlier reads, per new read
+_KNOWN = 4  # reads, with their weights: from then on a single one counts only as far as it is likely
+_MOST_OF_EXPECTED = 8.0  # a read counts with at most so many times what it should have taken,
+_LEAST_CUT_S = 0.05  # or with that if it is more
 _TRY_AGAIN_S = 30.0  # a storage that was too slow is tried again after that
 _TRY_AGAIN_SKIPS = 64  # and with every read of so many that would not pay
 _FORGOTTEN = 1e-100  # pages, after thousands of reads without any: their squares would be 0
@@ -23,7 +26,12 @@ class ReadTimes:
         self._skips = 0  # since the last try
 
     def measured(self, pages: int, seconds: float, now: float) -> None:
-        """A read of `pages` pages, 0 if nothing was there, has taken `seconds`."""
+        """A read of `pages` pages, 0 if nothing was there, has taken `seconds`. A single one that took far
+        longer than those before it says that the storage stood still, not that it has become slow."""
+        expected = self.expected_s(pages)
+        is_known = self._reads >= _KNOWN and (not pages or self._pages >= _FORGOTTEN)
+        if expected is not None and is_known:
+            seconds = min(seconds, max(_MOST_OF_EXPECTED * expected, _LEAST_CUT_S))
         self._reads = _KEPT * self._reads + 1
         self._pages = _KEPT * self._pages + pages
         self._seconds = _KEPT * self._seconds + seconds

@@ -69,6 +69,24 @@ def test_new_reads_count_more() -> None:
     assert times.pays(10, 0.2)
 
 
+@pytest.mark.parametrize(("pages", "stood_still"), [(0, 0), (100, 0), (100, 100)])
+def test_one_read_of_half_a_minute_does_not_shut_the_storage_off(pages: int, stood_still: int) -> None:
+    usual = (pages, 0.005 + pages * 0.0005)
+    assert measured(*[usual] * 40, (stood_still, 30.0)).pays(100, 0.32)
+
+
+def test_the_first_read_that_brings_pages_counts_as_it_is() -> None:
+    assert measured(*[(0, 0.005)] * 40, (100, 2.0)).expected_s(100) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_storage_that_has_become_slow_is_left_soon() -> None:
+    assert not measured(*[(100, 0.055)] * 40, *[(100, 30.0)] * 4).pays(100, 0.32)
+
+
+def test_a_storage_without_latency_may_become_slow() -> None:
+    assert not measured(*[(0, 0.0)] * 40, *[(0, 1.0)] * 10).pays(100, 0.32)
+
+
 def test_a_slow_storage_is_tried_again_by_time_and_by_number() -> None:
     times = measured((10, 1.0))
     assert not any(times.try_again(29.0) for _ in range(63))
