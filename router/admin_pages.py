@@ -277,7 +277,7 @@ class AdminPages:
         of it. Pages that are public stay, also those that the tenant has computed, too."""
         if len(tenant) > _LONGEST_TENANT:
             raise InvalidRequest(f"a tenant's name has at most {_LONGEST_TENANT} characters", "tenant")
-        generation = self.membership.tenants.forget(tenant)
+        generation = await self.membership.tenants.forget(tenant)
         asked = self._mailboxes()
         told, *said = await asyncio.gather(
             self.membership.tenants.told(tenant, _FORGET_TIMEOUT_S),

@@ -8,16 +8,12 @@ that, because storage outlives all processes: an old generation must not hold ag
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
-import secrets
 import time
 from pathlib import Path
 
-import msgspec
-
-from common.errors import ConfigError, InvalidRequest, Unavailable
+from common.errors import InvalidRequest, Unavailable
+from router.tenant_file import TenantFile
 from wire.settings import MOST_SETTINGS, NO_SETTINGS, Settings, TenantGeneration
 
 log = logging.getLogger(__name__)
@@ -33,11 +29,13 @@ class SharedTenants:
         """`path` is a file, which several processes may share; None: nothing is kept. Raises ConfigError for
         one that cannot be read."""
         self.settings = NO_SETTINGS  # all that this router knows, to be told to the directory
-        self._path = path
+        self._file = None if path is None else TenantFile(path)
+        self._turn = asyncio.Lock()  # of who writes the file
+        self._keeper: asyncio.Task[None] | None = None  # writes what others say
         self._directory: Settings | None = None  # what the last View said; None: there was none
         self._view = asyncio.Event()  # of the next View
-        if path is not None:
-            self.settings = _read(path)
+        if self._file is not None:
+            self.settings = self._file.read()
 
     def generation(self, tenant: str) -> int:
         """A tenant's, now."""
@@ -45,24 +43,28 @@ class SharedTenants:
         return 0 if known is None else known.revision
 
     def take(self, told: Settings) -> None:
-        """Take what a View says."""
+        """Take what a View says. It holds at once, and is in the file soon."""
         self._directory = told
         known = self.settings.with_told(Settings(tenants=told.tenants))
         if known is not self.settings:
             self.settings = known
-            try:
-                self._keep()
-            except OSError as error:
-                log.error("%s cannot be written: %s", self._path, error)
+            if self._file is not None and (self._keeper is None or self._keeper.done()):
+                self._keeper = asyncio.get_running_loop().create_task(self._keep_all())
         self._view.set()
         self._view = asyncio.Event()
 
-    def forget(self, tenant: str) -> TenantGeneration:
-        """Give a tenant its next generation, here, from now on, and keep it.
+    async def forget(self, tenant: str) -> TenantGeneration:
+        """Keep a tenant's next generation, and give it that, here, from then on.
 
         Raises InvalidRequest when too many tenants were forgotten, Unavailable for a file that cannot be
-        written: then nothing has changed.
+        written: then nothing has changed here.
         """
+        async with self._turn:
+            said = self._next(tenant)
+            await self._keep(self.settings.with_told(Settings(tenants={tenant: said})))
+        return said
+
+    def _next(self, tenant: str) -> TenantGeneration:
         before = self.settings.tenants.get(tenant)
         if before is None and len(self.settings.tenants) >= MOST_SETTINGS:
             raise InvalidRequest(f"{MOST_SETTINGS} tenants were forgotten: no more are remembered", "tenant")
@@ -71,14 +73,7 @@ class SharedTenants:
         if before is not None:
             revision = max(revision, before.revision + 1)
             older = [*before.forgotten, before.revision][-_MOST_FORGOTTEN:]
-        said, known = TenantGeneration(revision, older), self.settings
-        self.settings = known.with_told(Settings(tenants={tenant: said}))
-        try:
-            self._keep()
-        except OSError as error:
-            self.settings = known
-            raise Unavailable(f"{self._path} cannot be written: {error.strerror}") from None
-        return said
+        return TenantGeneration(revision, older)
 
     async def told(self, tenant: str, timeout_s: float) -> bool:
         """Wait until the directory knows a tenant's generation: it tells all routers and workers at once.
@@ -92,31 +87,20 @@ class SharedTenants:
             return False
         return True
 
-    def _keep(self) -> None:
-        """Write the file: what is known here, and what other processes have written. Raises OSError."""
-        if self._path is None:
-            return
-        with open(f"{self._path}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held for one small write
-            known = _read(self._path).with_told(self.settings)
-            new = f"{self._path}.{secrets.token_hex(8)}"
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(known.tenants))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._path)
-        self.settings = known
+    async def _keep_all(self) -> None:
+        """Until the file has what is known here."""
+        kept: Settings | None = None
+        while kept is not self.settings:
+            kept = self.settings
+            try:
+                async with self._turn:
+                    await self._keep(kept)
+            except Unavailable as error:
+                log.error("%s", error)
+                return
 
-
-def _read(path: Path) -> Settings:
-    """Raises ConfigError."""
-    try:
-        tenants = msgspec.json.decode(path.read_bytes(), type=dict[str, TenantGeneration])
-    except FileNotFoundError:
-        return NO_SETTINGS
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            "tenant_generations", f"{path} cannot be read: {error}", "repair it: forgotten tenants are in it"
-        ) from None
-    return Settings(tenants=tenants)
+    async def _keep(self, known: Settings) -> None:
+        """Write the file, if there is one, and know what is in it. Raises Unavailable."""
+        if self._file is not None:
+            known = await self._file.add(known)
+        self.settings = self.settings.with_told(known)
