@@ -63,7 +63,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        self._bootstrap = WaitingQueue()  # no later room passes one that waits
+        self.waiting = self._bootstrap = WaitingQueue()  # no later room passes one that waits
         self._moves = Moves(services, self.scheduler.hand_off, self._moved)
         self._quarantine = Quarantine(services.memory)
 
@@ -76,10 +76,6 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     @property
     def busy(self) -> bool:
         return super().busy or bool(self._quarantine)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._bootstrap)
 
     # -- the room starts ---------------------------------------------------------------------------
 

@@ -281,7 +281,7 @@ class Worker:
 
     def _update_load(self, mail_at: float, now: float) -> None:
         load = self._scheduler.load()
-        load = replace(load, waiting_requests=load.waiting_requests + self._role.waiting)
+        load = replace(load, waiting_requests=load.waiting_requests + len(self._role.waiting))
         self._load = LoadLook(load, now, mail_at)
         self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         if self._heartbeat is not None:

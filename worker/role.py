@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -100,6 +101,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.questions = services.questions
         self.outbox = services.outbox
         self.rooms: Rooms[RoomType] = services.rooms
+        self.waiting: Sized = ()  # for memory, outside the scheduler, which does not count them
         self.strays = Strays()
         self.scheduler = services.build_scheduler(self)
         self.fetching = Fetching(services, self.scheduler)
@@ -154,11 +156,6 @@ class WorkerRole(ABC, Generic[RoomType]):
     def busy(self) -> bool:
         """Whether something other than a room must end before the worker may leave."""
         return self.fetching.busy or len(self.lending) > 0
-
-    @property
-    def waiting(self) -> int:
-        """Rooms that wait for memory outside the scheduler, which does not count them."""
-        return 0
 
     # -- what is the same in every role --------------------------------------------------------------
 

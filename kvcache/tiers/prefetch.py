@@ -28,7 +28,7 @@ class StorageCounts:
 
 
 @dataclass(slots=True)
-class Wanted:
+class PrefetchWish:
     """What a user wants to have from storage, as long as it waits for another prefetch."""
 
     user: Hashable

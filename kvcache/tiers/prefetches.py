@@ -24,7 +24,7 @@ from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
-from kvcache.tiers.prefetch import Place, Prefetch, StorageCounts, Wanted
+from kvcache.tiers.prefetch import Place, Prefetch, PrefetchWish, StorageCounts
 from kvcache.tiers.prefetch_steps import PrefetchSteps
 from kvcache.tiers.read_lane import ReadLane
 from kvcache.tiers.read_times import ReadTimes
@@ -76,7 +76,7 @@ class Prefetches:
         self._primary = tree.components[0].name
         self._prefetches: dict[Place, Prefetch] = {}
         self._of: dict[Hashable, Prefetch] = {}  # by user
-        self._behind: dict[Hashable, Wanted] = {}  # by user: each waits for the prefetch at its place
+        self._behind: dict[Hashable, PrefetchWish] = {}  # by user: each waits for the prefetch at its place
         self._refused: set[Hashable] = set()  # users whose prefetch would not have paid
 
     def __len__(self) -> int:
@@ -91,11 +91,11 @@ class Prefetches:
             return True
         if user in self._of or user in self._refused:
             return user not in self._refused and not self._of[user].is_over
-        return self._begin(Wanted(user, key, tokens_per_s))
+        return self._begin(PrefetchWish(user, key, tokens_per_s))
 
-    def _begin(self, wanted: Wanted) -> bool:
+    def _begin(self, wish: PrefetchWish) -> bool:
         """Begin to read it, or share another's read, or queue it behind that."""
-        key, size = wanted.key, self._tree.page_size
+        key, size = wish.key, self._tree.page_size
         begins = self._begins(key)
         cached, total = begins.own, len(key) // size
         tokens = (total - cached) * size
@@ -104,30 +104,30 @@ class Prefetches:
         if tokens < max(1, self._config.prefetch_threshold) or (is_withheld and not key.tenant):
             return False
         if self._lane.stands:
-            return self._refuse(wanted.user)
+            return self._refuse(wish.user)
         bound_s, now = self._bound_s(total - cached), self._clock()
-        wanted.digests = wanted.digests or _digests(key, total * size, size)
-        wanted.deadline = wanted.deadline or now + bound_s
-        wanted.place = place = (key.tenant, wanted.digests[cached])
-        is_trial = not self._pays(tokens, wanted.tokens_per_s)
+        wish.digests = wish.digests or _digests(key, total * size, size)
+        wish.deadline = wish.deadline or now + bound_s
+        wish.place = place = (key.tenant, wish.digests[cached])
+        is_trial = not self._pays(tokens, wish.tokens_per_s)
         same = self._prefetches.get(place)
-        if same is not None and not same.serves(wanted.digests):
+        if same is not None and not same.serves(wish.digests):
             if is_trial:
-                return self._refuse(wanted.user)
-            self._behind[wanted.user] = wanted
+                return self._refuse(wish.user)
+            self._behind[wish.user] = wish
             return True
         if same is None:
             if is_trial and not self._times.try_again(now):
-                return self._refuse(wanted.user)
+                return self._refuse(wish.user)
             public = total if self._tree.shares or not key.tenant else key.public_pages(size)
             public = 0 if is_withheld else min(public, total)
-            stored = StoredNames(self._keys, list(self._parts), wanted.digests, begins, key.tenant, public)
+            stored = StoredNames(self._keys, list(self._parts), wish.digests, begins, key.tenant, public)
             way = StoredWay(cached, cached, cached)
-            same = Prefetch(place, key, wanted.digests, stored, way, bound_s, now + bound_s, is_trial)
+            same = Prefetch(place, key, wish.digests, stored, way, bound_s, now + bound_s, is_trial)
             self._prefetches[place] = same
             self._steps.ask(same)
-        same.join(wanted.user, wanted.deadline)
-        self._of[wanted.user] = same
+        same.join(wish.user, wish.deadline)
+        self._of[wish.user] = same
         return True
 
     def _refuse(self, user: Hashable) -> bool:
@@ -208,9 +208,9 @@ class Prefetches:
         if self._prefetches.get(prefetch.place) is not prefetch:
             return
         del self._prefetches[prefetch.place]
-        for wanted in [one for one in self._behind.values() if one.place == prefetch.place]:
-            del self._behind[wanted.user]
-            self._begin(wanted)
+        for wish in [one for one in self._behind.values() if one.place == prefetch.place]:
+            del self._behind[wish.user]
+            self._begin(wish)
 
     def tenants(self) -> set[str]:
         """For whom something is read: their key strings."""

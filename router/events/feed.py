@@ -140,10 +140,13 @@ class Feed:
             self._connection.reconnect_replay()
             self._take(OrderingStep((), ordering.abandon_replay()), now)
         self._watch_missing(now)
-        if self._missing is not None and self._is_lost(now):
+        can_replay = self._connection.can_replay
+        is_lost = not can_replay or now - self._missing_since >= _GIVE_UP_S
+        in_part = can_replay and self._ours and self.known is Known.PART
+        if self._missing is not None and is_lost:
             self._give_up_missing(now)
-        elif self._needs_snapshot(now):
-            self._start_over(now)
+        elif in_part and now - self._forgot_at >= _SNAPSHOT_EVERY_S:
+            self._start_over(now)  # a publisher of ours sends a snapshot for what it cannot replay
         else:
             waited = now - self._requested_at
             wanted = self._ordering.gap or self._ordering.distrusted
@@ -161,9 +164,6 @@ class Feed:
         if self._missing != ordering.expected:
             self._missing, self._missing_since = ordering.expected, now
 
-    def _is_lost(self, now: float) -> bool:
-        return not self._connection.can_replay or now - self._missing_since >= _GIVE_UP_S
-
     def _give_up_missing(self, now: float) -> None:
         log.warning("worker %s: missing events cannot be replayed; its pages are forgotten", self.name)
         self._counters.resets += 1
@@ -173,11 +173,6 @@ class Feed:
             self._missing = None
             self._forget(now)
             self._apply(self._ordering.skip_gap())
-
-    def _needs_snapshot(self, now: float) -> bool:
-        """A stream of ours is known in part. Its publisher sends a snapshot for what it cannot replay."""
-        ours = self._connection.can_replay and self._ours
-        return ours and self.known is Known.PART and now - self._forgot_at >= _SNAPSHOT_EVERY_S
 
     def _request_replay(self, now: float) -> None:
         if not self._connection.can_replay or self._ordering.replaying:
