@@ -6,9 +6,11 @@ into the page. The blobs of a batch travel at once, on `connections` threads.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import key_text
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _DELETED_AT_ONCE = 1000  # S3's own bound
 _DENIED, _ABSENT, _NO_ROOM = 403, 404, 507
@@ -54,13 +57,13 @@ class S3Store(BlobStore):
         self._threads = ThreadPoolExecutor(options.connections, "s3")
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
-        return list(self._threads.map(self._is_there, names))
+        return [outcome is Outcome.DONE for outcome in self._each(self._look, names)]
 
     def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
-        return list(self._threads.map(lambda one: _outcome(lambda: self._read(*one)), zip(names, into)))  # noqa: B905
+        return self._each(self._read, names, into)
 
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
-        return list(self._threads.map(lambda one: _outcome(lambda: self._write(*one)), zip(names, blobs)))  # noqa: B905
+        return self._each(self._write, names, blobs)
 
     def discard(self, name: bytes) -> None:
         def remove() -> Outcome:
@@ -88,17 +91,24 @@ class S3Store(BlobStore):
         self._threads.shutdown()
         self._client.close()
 
+    def _each(self, work: Callable[..., Outcome], *of_each: Sequence[Any]) -> list[Outcome]:
+        """The outcome of each blob, all of them at once. However it ends, no thread uses a page any more."""
+        running: list[Future[Outcome]] = []
+        try:
+            for one in zip(*of_each, strict=True):
+                running.append(self._threads.submit(_outcome, functools.partial(work, *one)))
+        finally:
+            wait(running)
+        return [done.result() for done in running]
+
     # -- one blob ----------------------------------------------------------------------------------
 
     def _key(self, name: bytes) -> str:
         return self._prefix + key_text(name)
 
-    def _is_there(self, name: bytes) -> bool:
-        def ask() -> Outcome:
-            self._client.head_object(Bucket=self._bucket, Key=self._key(name))
-            return Outcome.DONE
-
-        return _outcome(ask) is Outcome.DONE
+    def _look(self, name: bytes) -> Outcome:
+        self._client.head_object(Bucket=self._bucket, Key=self._key(name))
+        return Outcome.DONE
 
     def _read(self, name: bytes, blob: SealedBlob) -> Outcome:
         deadline = time.monotonic() + self._timeout_s
@@ -151,6 +161,9 @@ def _outcome(work: Callable[[], Outcome]) -> Outcome:
             status, Outcome.IO_ERROR
         )
     except (BotoCoreError, HTTPClientError, OSError):
+        return Outcome.IO_ERROR
+    except Exception as error:  # noqa: BLE001 - urllib3's are not all wrapped, and an answer may lack its length
+        log.warning("kv storage s3: %r", error)
         return Outcome.IO_ERROR
 
 

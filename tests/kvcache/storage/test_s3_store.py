@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
 from kvcache.storage import s3_store
+from kvcache.storage.blob_store import Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
+from kvcache.storage.keys import key_text
+from kvcache.storage.s3_store import S3Store
+from kvcache.storage.seal import SEAL_BYTES
 from tests.kvcache.storage.support import Arena, S3Server, free_port, keys
+
+_LENGTH = {"ContentLength": 4096 + SEAL_BYTES}
 
 
 def test_pages_lie_under_the_prefix_and_a_second_backend_reads_them(
@@ -87,6 +95,45 @@ def test_objects_that_a_clear_cannot_remove_are_said(tmp_path: Path, monkeypatch
         assert client.removed == ["b", "c", "d"]
         client.denied = []
         assert backend.clear() == (4, 20)
+
+
+class Bodies:
+    """S3's client, for two objects: the first one's body breaks, and then the other's comes."""
+
+    def __init__(self, lacks_length: bool) -> None:
+        self.failed, self.is_read = threading.Event(), False
+        self._lengths = [{} if lacks_length else _LENGTH, _LENGTH]
+
+    def get_object(self, Bucket: str, Key: str) -> dict[str, Any]:
+        if Key == key_text(keys(1)[0]):
+            body = SimpleNamespace(readinto=self._break, close=self.failed.set)
+            return {"Body": body, **self._lengths[0]}
+        return {"Body": SimpleNamespace(readinto=self._fill, close=lambda: None), **self._lengths[1]}
+
+    def close(self) -> None:
+        pass
+
+    def _break(self, _: memoryview) -> int:
+        raise RuntimeError("urllib3's SSLError is no OSError either")
+
+    def _fill(self, part: memoryview) -> int:
+        assert self.failed.wait(10)
+        part[:] = bytes([7]) * part.nbytes
+        self.is_read = part.nbytes == SEAL_BYTES
+        return part.nbytes
+
+
+@pytest.mark.parametrize("lacks_length", [False, True])
+def test_a_read_waits_for_the_others_when_one_fails_in_an_unknown_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks_length: bool
+) -> None:
+    client, arena = Bodies(lacks_length), Arena(2)
+    monkeypatch.setattr(s3_store, "_client", lambda options: client)
+    blobs = [SealedBlob(page, memoryview(bytearray(SEAL_BYTES))) for page in arena.read]
+    with closing(S3Store(StorageConfig(backend="s3", path=tmp_path, url="s3://pages/"))) as store:
+        assert store.read(keys(2), blobs) == [Outcome.IO_ERROR, Outcome.DONE]
+        assert client.is_read, "a thread still writes into the page"
+    assert "kv storage s3" in caplog.text
 
 
 def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
