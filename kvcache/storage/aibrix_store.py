@@ -7,10 +7,10 @@ Where a connector's own settings are: the variables AIBRIX_KV_CACHE_OL_... of it
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.options import Options, parse_options
 from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
+from kvcache.storage.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class AIBrixOptions(Options):
     connector: str  # AIBrix's name of it, such as PRISKV or SHFS
     namespace: str = "baton"
     connections: int = Field(default=8, ge=1, le=64)
-    timeout_s: float = Field(default=10.0, gt=0)  # of one blob
+    timeout_s: float = Field(default=10.0, gt=0)  # without a blob that is done; then the call is given up
 
 
 class AIBrixStore(BlobStore):
@@ -43,7 +44,7 @@ class AIBrixStore(BlobStore):
         options = parse_options(AIBrixOptions, config.extra)
         kinds, self._region = _package()
         self._timeout_s = options.timeout_s
-        self._threads = ThreadPoolExecutor(options.connections, "aibrix")
+        self._threads = DaemonThreads(options.connections, "aibrix")
         try:
             self._connector = kinds.Connector.create(
                 kinds.ConnectorConfig(options.connector, options.namespace, "0", self._threads)
@@ -95,23 +96,29 @@ class AIBrixStore(BlobStore):
         )
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        stop = functools.partial(self._loop.call_soon, self._loop.stop)  # what was cancelled ends first
+        self._loop.call_soon_threadsafe(stop)
         self._thread.join(self._timeout_s)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._connector.close()
         self._threads.shutdown(wait=False)
 
     def _all(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Outcome]:
-        """The outcome of each call, all of them at once."""
+        """The outcome of each call, all of them at once. After a timeout none is waited for any more."""
         running = [asyncio.run_coroutine_threadsafe(call, self._loop) for call in calls]
-        outcomes = []
+        outcomes: list[Outcome] = []
+        seconds = self._timeout_s
         for one in running:
             try:
-                outcomes.append(_outcome(one.result(self._timeout_s)))
+                outcomes.append(_outcome(one.result(seconds)))
             except TimeoutError:
                 one.cancel()
                 outcomes.append(Outcome.TIMEOUT)
             except Exception:  # noqa: BLE001 - connectors raise what their clients raise
                 outcomes.append(Outcome.IO_ERROR)
+            if outcomes[-1] is Outcome.TIMEOUT:
+                seconds = 0.0
         return outcomes
 
 

@@ -35,7 +35,7 @@ class LMCacheOptions(Options):
     """`StorageConfig.extra` of this backend."""
 
     connections: int = Field(default=4, ge=1, le=64)
-    timeout_s: float = Field(default=10.0, gt=0)  # without a byte from the server
+    timeout_s: float = Field(default=10.0, gt=0)  # without a byte; then no other blob of the call is begun
 
 
 class LMCacheStore(BlobStore):
@@ -63,19 +63,24 @@ class LMCacheStore(BlobStore):
             peer.sendall(self._message("EXIST", name, 0))
             return Outcome.MISSING if self._answer(peer) is None else Outcome.DONE
 
-        return [name not in self._bad and self._on_peer(ask, name) is Outcome.DONE for name in names]
+        asked = [name for name in names if name not in self._bad]
+        found = self._each([functools.partial(ask, name=name) for name in asked])
+        there = {name for name, outcome in zip(asked, found, strict=True) if outcome is Outcome.DONE}
+        return [name in there for name in names]
 
     def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
-        return [
-            self._on_peer(functools.partial(self._read, blob=blob), name)
+        works = [
+            functools.partial(self._read, name=name, blob=blob)
             for name, blob in zip(names, into, strict=True)
         ]
+        return self._each(works)
 
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
-        return [
-            self._on_peer(functools.partial(self._write, blob=blob), name)
+        works = [
+            functools.partial(self._write, name=name, blob=blob)
             for name, blob in zip(names, blobs, strict=True)
         ]
+        return self._each(works)
 
     def discard(self, name: bytes) -> None:
         with self._lock:
@@ -133,10 +138,18 @@ class LMCacheStore(BlobStore):
         answer = kind.deserialize(bytes(head))
         return answer.length if answer.code == self._protocol.ServerReturnCode.SUCCESS else None
 
-    def _on_peer(self, work: Callable[[socket.socket, bytes], Outcome], name: bytes) -> Outcome:
+    def _each(self, works: Sequence[Callable[[socket.socket], Outcome]]) -> list[Outcome]:
+        """One after the other. After a timeout no other is begun: each would wait as long."""
+        outcomes: list[Outcome] = []
+        for work in works:
+            is_late = outcomes[-1:] == [Outcome.TIMEOUT]
+            outcomes.append(Outcome.TIMEOUT if is_late else self._on_peer(work))
+        return outcomes
+
+    def _on_peer(self, work: Callable[[socket.socket], Outcome]) -> Outcome:
         try:
             with self._connection() as peer:
-                return work(peer, name)
+                return work(peer)
         except (TimeoutError, queue.Empty):
             return Outcome.TIMEOUT
         except (OSError, ValueError, KeyError):  # an answer that its own package cannot read

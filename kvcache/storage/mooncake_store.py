@@ -101,17 +101,12 @@ class MooncakeStore(BlobStore):
         return [one == 1 for one in found]
 
     def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
         read = self._read_staged if self._is_staged else self._read_directly
-        for batch in _batches(into, self._options.staging_bytes if self._is_staged else 1 << 62):
-            outcomes += _in_time(read, [_key(name) for name in names[batch]], into[batch])
-        return outcomes
+        most_bytes = self._options.staging_bytes if self._is_staged else 1 << 62
+        return _in_time(read, names, into, most_bytes)
 
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for batch in _batches(blobs, 1 << 62):
-            outcomes += _in_time(self._write, [_key(name) for name in names[batch]], blobs[batch])
-        return outcomes
+        return _in_time(self._write, names, blobs, 1 << 62)
 
     def discard(self, name: bytes) -> None:
         self._remove([_key(name)])
@@ -230,13 +225,18 @@ class MooncakeStore(BlobStore):
 
 def _in_time(
     move: Callable[[list[str], Sequence[SealedBlob]], list[Outcome]],
-    keys: list[str],
+    names: Sequence[bytes],
     blobs: Sequence[SealedBlob],
+    most_bytes: int,
 ) -> list[Outcome]:
+    """One batch after the other. After a timeout no other is begun: each would wait as long."""
+    outcomes: list[Outcome] = []
     try:
-        return move(keys, blobs)
+        for batch in _batches(blobs, most_bytes):
+            outcomes += move([_key(name) for name in names[batch]], blobs[batch])
     except TimeoutError:
-        return [Outcome.TIMEOUT] * len(keys)
+        outcomes += [Outcome.TIMEOUT] * (len(blobs) - len(outcomes))
+    return outcomes
 
 
 def _batches(blobs: Sequence[SealedBlob], most_bytes: int) -> Iterator[slice]:

@@ -1,13 +1,14 @@
 """S3Store: blobs as objects of a bucket, in Amazon S3 or a server that speaks its protocol.
 
 A write joins page and seal: one copy, as S3's client signs and sends one body. A read goes from the socket
-into the page. The blobs of a batch travel at once, on `connections` threads.
+into the page. The blobs of a call travel at once, on `connections` threads. After a timeout no other of them
+is begun: each would wait as long.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,7 +35,7 @@ class S3Options(Options):
     endpoint_url: str | None = None  # of a server that is not Amazon's
     region: str | None = None
     connections: int = Field(default=8, ge=1, le=128)
-    timeout_s: float = Field(default=10.0, gt=0)  # of one blob
+    timeout_s: float = Field(default=10.0, gt=0)  # of one blob; then no other of its call is begun
 
 
 class S3Store(BlobStore):
@@ -55,6 +56,7 @@ class S3Store(BlobStore):
         self._timeout_s = options.timeout_s
         self._client = _client(options)
         self._threads = ThreadPoolExecutor(options.connections, "s3")
+        self._closing = threading.Event()
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         return [outcome is Outcome.DONE for outcome in self._each(self._look, names)]
@@ -88,15 +90,26 @@ class S3Store(BlobStore):
         return Held(len(removed), sum(removed))
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._closing.set()
+        self._threads.shutdown()  # for those that have begun: they may write into pages
         self._client.close()
 
     def _each(self, work: Callable[..., Outcome], *of_each: Sequence[Any]) -> list[Outcome]:
         """The outcome of each blob, all of them at once. However it ends, no thread uses a page any more."""
+        late = threading.Event()
+
+        def do(*one: Any) -> Outcome:
+            if late.is_set() or self._closing.is_set():
+                return Outcome.TIMEOUT
+            outcome = _outcome(lambda: work(*one))
+            if outcome is Outcome.TIMEOUT:
+                late.set()
+            return outcome
+
         running: list[Future[Outcome]] = []
         try:
             for one in zip(*of_each, strict=True):
-                running.append(self._threads.submit(_outcome, functools.partial(work, *one)))
+                running.append(self._threads.submit(do, *one))
         finally:
             wait(running)
         return [done.result() for done in running]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +20,11 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from kvcache.storage import nixl_files
+from kvcache.storage import aibrix_store, lmcache_store, nixl_files
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
+from kvcache.storage.daemon_threads import DaemonThreads
 from kvcache.storage.factory import open_storage
 from kvcache.storage.file_store import FileStore
 from kvcache.storage.nixl_files import NixlFiles, NixlOptions
@@ -96,6 +99,32 @@ def test_a_bad_page_of_lmcache_can_be_stored_again(lmcache_server: str, tmp_path
         assert backend.stats().written == 2
 
 
+def test_a_silent_lmcache_takes_one_timeout_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = SimpleNamespace(serialize=lambda: b"a question")
+    protocol = SimpleNamespace(
+        ClientMetaMessage=lambda *_: message,
+        ClientCommand={"EXIST": 1, "GET": 2},
+        MemoryFormat=SimpleNamespace(BINARY=1),
+        ServerMetaMessage=SimpleNamespace(packlength=lambda: 8),
+    )
+    monkeypatch.setattr(lmcache_store, "_protocol", lambda: (protocol, lambda *_: "a key"))
+    arena = Arena(4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"lm://127.0.0.1:{silent.getsockname()[1]}"
+        config = StorageConfig(backend="lmcache", path=tmp_path, url=url, extra={"timeout_s": 0.05})
+        with closing(open_storage(config)) as backend:
+            assert backend.get(keys(4), arena.read) == [False] * 4
+            assert backend.exists(keys(4)) == [False] * 4
+            assert backend.stats().refused == {"timeout": 4}
+        silent.setblocking(False)
+        for _ in range(2):  # a connection is made anew after a timeout
+            silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
 # -- AIBrix ----------------------------------------------------------------------------------------
 
 
@@ -112,6 +141,42 @@ def test_aibrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check(backend, config)
     with pytest.raises(ConfigError, match="connector"):
         open_storage(StorageConfig(backend="aibrix", path=tmp_path, extra={"connector": "TAPE"}))
+
+
+def test_a_stuck_connector_takes_one_timeout_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    waited: list[float] = []
+
+    async def hang(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def start(call: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        future = started(call, loop)
+
+        def result(seconds: float) -> Any:
+            waited.append(seconds)
+            return future.result(seconds)
+
+        return SimpleNamespace(result=result, cancel=future.cancel)
+
+    opened = SimpleNamespace(is_ok=lambda: True)
+    connector = SimpleNamespace(open=lambda: opened, close=lambda: None, get=hang, exists=hang)
+    kinds = SimpleNamespace(
+        ConnectorConfig=lambda *arguments: given.extend(arguments),
+        Connector=SimpleNamespace(create=lambda _: connector),
+    )
+    monkeypatch.setattr(aibrix_store, "_package", lambda: (kinds, lambda *_: None))
+    started = asyncio.run_coroutine_threadsafe
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start)
+    arena, extra = Arena(4), {"connector": "STUCK", "timeout_s": 0.05}
+    with closing(open_storage(StorageConfig(backend="aibrix", path=tmp_path, extra=extra))) as backend:
+        assert backend.get(keys(4), arena.read) == [False] * 4
+        assert backend.exists(keys(4)) == [False] * 4
+        assert backend.stats().refused == {"timeout": 4}
+    assert waited == [0.05, 0.0, 0.0, 0.0] * 2
+    assert isinstance(given[-1], DaemonThreads), "its threads would keep the process"
 
 
 # -- 3FS -------------------------------------------------------------------------------------------

@@ -176,6 +176,24 @@ def test_a_call_that_was_given_up_keeps_its_buffer(tmp_path: Path, monkeypatch: 
         ended.set()
 
 
+def test_no_batch_is_begun_after_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, ended, asked = Arena(48), threading.Event(), list[str]()
+
+    def hang(keys: list[str], *_: object) -> list[int]:
+        asked.extend(keys)
+        ended.wait()
+        return []
+
+    of_one_get = 1 << 16  # 15 blobs
+    extra = {"timeout_s": 0.05, "staging_bytes": of_one_get}
+    with opened_stand_in(tmp_path, monkeypatch, **extra) as (stand_in, backend):
+        stand_in.batch_get_into = hang
+        assert backend.get(keys(48), arena.read) == [False] * 48
+        assert backend.stats().refused == {"timeout": 48}
+        assert len(asked) == 15
+        ended.set()
+
+
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 def test_nobody_waits_for_ever_for_a_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str

@@ -127,6 +127,7 @@ class Bodies:
 def test_a_read_waits_for_the_others_when_one_fails_in_an_unknown_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks_length: bool
 ) -> None:
+    pytest.importorskip("boto3", reason="boto3 is not installed")
     client, arena = Bodies(lacks_length), Arena(2)
     monkeypatch.setattr(s3_store, "_client", lambda options: client)
     blobs = [SealedBlob(page, memoryview(bytearray(SEAL_BYTES))) for page in arena.read]
@@ -134,6 +135,49 @@ def test_a_read_waits_for_the_others_when_one_fails_in_an_unknown_way(
         assert store.read(keys(2), blobs) == [Outcome.IO_ERROR, Outcome.DONE]
         assert client.is_read, "a thread still writes into the page"
     assert "kv storage s3" in caplog.text
+
+
+class StuckClient:
+    """S3's client: what is asked of it waits, and then takes too long."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.asked = error, list[str]()
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def head_object(self, Bucket: str, Key: str) -> None:
+        self.asked.append(Key)
+        self.begun.set()
+        assert self.ended.wait(10)
+        raise self.error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_nothing_is_begun_after_a_timeout_or_a_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    exceptions = pytest.importorskip("botocore.exceptions", reason="boto3 is not installed")
+    client, answers = StuckClient(exceptions.ReadTimeoutError(endpoint_url="x")), list[list[bool]]()
+    monkeypatch.setattr(s3_store, "_client", lambda options: client)
+    config = StorageConfig(backend="s3", path=tmp_path, url="s3://pages/", extra={"connections": 1})
+    store = S3Store(config)
+    asking = threading.Thread(target=lambda: answers.append(store.exists(keys(8))))
+    asking.start()
+    assert client.begun.wait(10)
+    closing_ = threading.Thread(target=store.close)
+    if closes:
+        closing_.start()
+        assert store._closing.wait(10)
+    client.ended.set()
+    asking.join(10)
+    assert answers == [[False] * 8]
+    assert client.asked == [key_text(keys(1)[0])]
+    if closes:
+        closing_.join(10)
+    else:
+        store.close()
 
 
 def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
