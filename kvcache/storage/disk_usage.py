@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _COUNT_BYTES = 8
+_SLACK = 16  # a number that is wrong by less than this part of it is left
 
 
 class DiskUsage:
@@ -17,7 +18,8 @@ class DiskUsage:
 
     Bytes are added before they are written and taken back after they were removed. So a process that is
     killed in between, or somebody else who removes files, leaves the number too large, never too small;
-    `recount` by the next process that is alone in the directory, or by `add_recounted`, puts it right.
+    `recount` by the next process that is alone in the directory, by `add_recounted` or by `correct`, puts it
+    right.
     """
 
     def __init__(self, path: Path, recount: Callable[[], int]) -> None:
@@ -47,6 +49,14 @@ class DiskUsage:
                 return True
             self._write(self._recount())
             return self._add(nbytes, bound)
+
+    def correct(self, found: int) -> None:
+        """A caller has found `found` bytes; others may have written and removed some meanwhile. If the number
+        is far from that, what is there is counted again, as by `add_recounted`."""
+        with self._locked():
+            counted = self._read()
+            if abs(counted - found) * _SLACK > counted:
+                self._write(self._recount())
 
     def subtract(self, nbytes: int) -> None:
         """These bytes are gone."""

@@ -62,7 +62,7 @@ class FileStore(BlobStore):
         self._disk_full = (float("-inf"), 0)  # until when, and how many bytes were kept
         self._blobs = files
         self._fsync = fsync  # of folders; files.py does that of files
-        self._held = (float("-inf"), 0)  # when the blobs are counted again, and how many there were
+        self._held = (float("-inf"), Held())  # when the blobs are counted again, and what was there
         self._evicting = threading.Lock()
         self._oldest: deque[tuple[int, str]] = deque()  # what may go next
         try:
@@ -107,13 +107,18 @@ class FileStore(BlobStore):
         return Held(sum(1 for size in removed if size), sum(removed))
 
     def held(self) -> Held:
-        """The number of blobs is counted again every ten seconds; of millions of files, every few minutes."""
-        due, blobs = self._held
+        """The blobs are counted again every ten seconds; of millions of files, every few minutes. So what
+        somebody else has removed counts no longer."""
+        due, held = self._held
         if (began := time.monotonic()) > due:
-            blobs = sum(1 for _ in _files(self._directory, _FOLDERS))
+            failures: list[OSError] = []
+            held = _count(self._directory, _FOLDERS, failures)
+            if self._usage is not None and not failures:
+                with suppress(OSError):
+                    self._usage.correct(held.nbytes + _count(self._directory, ["partial"]).nbytes)
             ended = time.monotonic()
-            self._held = ended + max(_HELD_S, _HELD_FACTOR * (ended - began)), blobs
-        return Held(blobs, self._usage.total() if self._usage is not None else _count_bytes(self._directory))
+            self._held = ended + max(_HELD_S, _HELD_FACTOR * (ended - began)), held
+        return held if self._usage is None else Held(held.blobs, self._usage.total())
 
     def close(self) -> None:
         self._blobs.close()
@@ -270,12 +275,17 @@ def _files(directory: str, folders: Sequence[str], failures: list[OSError] | Non
                 failures.append(error)
 
 
-def _count_bytes(directory: str) -> int:
-    total = 0
-    for path in _files(directory, [*_FOLDERS, "partial"]):
+def _count(directory: str, folders: Sequence[str], failures: list[OSError] | None = None) -> Held:
+    blobs = nbytes = 0
+    for path in _files(directory, folders, failures):
         with suppress(OSError):
-            total += _on_disk(os.stat(path).st_size)
-    return total
+            nbytes += _on_disk(os.stat(path).st_size)
+            blobs += 1
+    return Held(blobs, nbytes)
+
+
+def _count_bytes(directory: str) -> int:
+    return _count(directory, [*_FOLDERS, "partial"]).nbytes
 
 
 def _remove_stale(directory: str) -> None:

@@ -156,11 +156,12 @@ def test_usage_is_counted_again_by_who_is_alone(tmp_path: Path) -> None:
     backend.set(keys(4), arena.pages)
     assert (backend.stats().blobs, backend.stats().bytes) == (4, 4 * ON_DISK)
     blob_files(tmp_path)[0].unlink()  # an operator's rm
-    other = open_files(tmp_path)
-    assert other.stats().bytes == 4 * ON_DISK
+    usage, other = tmp_path / "usage", open_files(tmp_path)
+    assert int.from_bytes(usage.read_bytes(), "little") == 4 * ON_DISK
     backend.close()
     other.close()
-    assert open_files(tmp_path).stats().bytes == 3 * ON_DISK
+    open_files(tmp_path).close()
+    assert int.from_bytes(usage.read_bytes(), "little") == 3 * ON_DISK
 
 
 @pytest.mark.parametrize("backends", [1, 2])
@@ -175,6 +176,35 @@ def test_usage_is_counted_again_when_somebody_else_has_removed_all(tmp_path: Pat
         assert backend.set(names[index : index + 1], arena.pages[index : index + 1]) == [True]
     assert opened[0].exists(names) == [False] * 4 + [True] * 4
     assert opened[0].stats().bytes == 4 * ON_DISK
+
+
+@pytest.mark.parametrize("backends", [1, 2])
+def test_what_somebody_else_has_removed_does_not_count_for_ever(tmp_path: Path, backends: int) -> None:
+    arena, names = Arena(40), keys(40)
+    opened = [open_files(tmp_path, max_bytes=20 * ON_DISK) for _ in range(backends)]
+    assert all(opened[0].set(names[:20], arena.pages[:20]))
+    for path in blob_files(tmp_path)[2:]:
+        path.unlink()
+    assert opened[-1].stats().bytes == 2 * ON_DISK
+    assert all(opened[0].set(names[20:38], arena.pages[20:38]))
+    assert len(blob_files(tmp_path)) == 20
+    assert all(opened[0].set(names[38:], arena.pages[38:]))
+    assert len(blob_files(tmp_path)) == 20
+
+
+def test_what_others_may_write_meanwhile_is_not_counted_again(tmp_path: Path) -> None:
+    arena, backend = Arena(20), open_files(tmp_path)
+    assert all(backend.set(keys(20), arena.pages))
+    blob_files(tmp_path)[0].unlink()  # as if it were written after its folder was counted
+    assert (backend.stats().blobs, backend.stats().bytes) == (19, 20 * ON_DISK)
+
+
+def test_what_cannot_be_listed_still_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, backend = Arena(4), open_files(tmp_path)
+    assert all(backend.set(keys(4), arena.pages))
+    with monkeypatch.context() as broken:
+        broken.setattr(file_store, "os", BrokenDisk("scandir", errno.EIO))
+        assert backend.stats().bytes == 4 * ON_DISK
 
 
 def test_blobs_are_counted_the_more_rarely_the_longer_it_takes(
