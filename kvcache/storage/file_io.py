@@ -60,6 +60,15 @@ class KernelFiles(BlobFiles):
             os.close(descriptor)
 
 
+def sync_directory(path: str) -> None:
+    """What was linked or renamed there is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write_all(descriptor: int, parts: list[memoryview]) -> None:
     """pwritev may write less, for example up to where a disk is full: the rest then says why."""
     total, at = sum(part.nbytes for part in parts), 0

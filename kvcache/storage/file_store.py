@@ -23,14 +23,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from common.errors import ConfigError
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.disk_usage import DiskUsage
-from kvcache.storage.file_io import BLOCK
+from kvcache.storage.file_io import BLOCK, sync_directory
 from kvcache.storage.files import BlobFiles, WrongSize
 from kvcache.storage.keys import VISIBILITY_BYTES, key_text
 
@@ -75,7 +74,9 @@ class FileStore(BlobStore):
         with suppress(OSError):  # it may be read-only: then nothing is written
             os.makedirs(self._partial, mode=0o700, exist_ok=True)
             _remove_stale(self._directory)
-            self._usage = DiskUsage(directory / "usage", partial(_count_bytes, self._directory))
+            self._usage = DiskUsage(
+                directory / "usage", lambda: _count(self._directory, [*_FOLDERS, "partial"]).nbytes
+            )
 
     def register(self, arenas: Sequence[memoryview]) -> None:
         self._blobs.register(arenas)
@@ -107,8 +108,7 @@ class FileStore(BlobStore):
         return Held(sum(1 for size in removed if size), sum(removed))
 
     def held(self) -> Held:
-        """The blobs are counted again every ten seconds; of millions of files, every few minutes. So what
-        somebody else has removed counts no longer."""
+        """What others have removed goes after ten seconds; with millions of files, after some minutes."""
         due, held = self._held
         if (began := time.monotonic()) > due:
             failures: list[OSError] = []
@@ -181,7 +181,11 @@ class FileStore(BlobStore):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             os.link(unfinished, path)
         if self._fsync:
-            _sync_directory(os.path.dirname(path))
+            try:
+                sync_directory(os.path.dirname(path))
+            except OSError:
+                os.unlink(path)  # its bytes are given back
+                raise
 
     def _refusal(self, error: OSError) -> Outcome:
         if isinstance(error, TimeoutError):
@@ -284,10 +288,6 @@ def _count(directory: str, folders: Sequence[str], failures: list[OSError] | Non
     return Held(blobs, nbytes)
 
 
-def _count_bytes(directory: str) -> int:
-    return _count(directory, [*_FOLDERS, "partial"]).nbytes
-
-
 def _remove_stale(directory: str) -> None:
     """What was being written an hour ago belongs to nobody."""
     for path in list(_files(directory, ["partial"])):
@@ -298,11 +298,3 @@ def _remove_stale(directory: str) -> None:
 
 def _on_disk(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
