@@ -75,10 +75,13 @@ _Kind = TypeVar("_Kind", bound=Setting)
 
 
 def _latest(known: dict[str, _Kind], told: Mapping[str, _Kind]) -> dict[str, _Kind]:
+    """What is known is never given up, and always takes the later word. Of new names only as many are taken
+    as there is room for, in the order of the names."""
     later = {name: one for name, one in told.items() if one.is_later_than(known.get(name))}
-    if later and len(known | later) <= MOST_SETTINGS:
-        return {**known, **later}
-    return known
+    new = sorted(later.keys() - known.keys())
+    for name in new[max(0, MOST_SETTINGS - len(known)) :]:
+        del later[name]
+    return {**known, **later} if later else known
 
 
 def _packed(setting: Setting) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from common.errors import WireError
 from wire.codec import decode, encode
 from wire.messages import View
-from wire.settings import NO_SETTINGS, ModelWeights, Settings
+from wire.settings import MOST_SETTINGS, NO_SETTINGS, ModelWeights, Settings, TenantGeneration
 
 
 def said(revision: int, **weights: float) -> Settings:
@@ -39,7 +39,26 @@ def test_models_are_apart_and_what_is_known_changes_nothing() -> None:
 
 def test_a_peer_cannot_fill_the_memory() -> None:
     flood = Settings({f"m{number}": ModelWeights(1, {}, {}) for number in range(1001)})
-    assert said(1).with_told(flood) == said(1)
+    known = said(1).with_told(flood)
+    assert len(known.weights) == MOST_SETTINGS
+    assert known.weights["m"] == said(1).weights["m"], "nothing that is known gives way"
+    assert known.with_told(Settings(dict(reversed(flood.weights.items())))) is known
+
+
+def test_processes_that_are_full_take_the_later_word_of_what_they_know() -> None:
+    def forgotten(name: str, revision: int) -> Settings:
+        return Settings(tenants={name: TenantGeneration(revision, [0])})
+
+    base = Settings(tenants={f"t{number}": TenantGeneration(1, [0]) for number in range(MOST_SETTINGS - 1)})
+    one, other = base.with_told(forgotten("x", 5)), base.with_told(forgotten("y", 5))
+    directory = base.with_told(one).with_told(other)
+    assert directory.tenants.keys() == one.tenants.keys(), "there was one place"
+    directory = directory.with_told(other.with_told(forgotten("t0", 9)))
+    directory = directory.with_told(one.with_told(forgotten("t1", 9)))
+    for process in (one.with_told(directory), other.with_told(directory)):
+        assert (process.tenants["t0"].revision, process.tenants["t1"].revision) == (9, 9)
+        assert len(process.tenants) == MOST_SETTINGS
+    assert other.with_told(directory).tenants["y"].revision == 5
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
