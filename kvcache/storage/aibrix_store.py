@@ -85,8 +85,8 @@ class AIBrixStore(BlobStore):
             ]
         )
 
-    def discard(self, name: bytes) -> None:
-        self._all([self._connector.delete(name)])
+    def discard(self, name: bytes) -> bool:
+        return self._all([self._connector.delete(name)])[0] in (Outcome.DONE, Outcome.MISSING)
 
     def clear(self, prefix: bytes) -> None:
         log.warning(

@@ -61,9 +61,9 @@ class StorageBackend(ABC):
         already; what is there already is kept."""
 
     @abstractmethod
-    def remove(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Forget these blobs, as far as the place can: LMCache's server cannot, and only this process stops
-        reading them."""
+        reading them. False: this one may still be there, and can be tried again."""
 
     @abstractmethod
     def clear(self, prefix: bytes = b"") -> Held | None:

@@ -67,8 +67,9 @@ class BlobStore(ABC):
         """DONE, PRESENT or a refusal for each. A blob is there as a whole or not at all."""
 
     @abstractmethod
-    def discard(self, name: bytes) -> None:
-        """Remove a blob. It can be written again."""
+    def discard(self, name: bytes) -> bool:
+        """Remove a blob. It can be written again. False: it may still be there, and another try may help; a
+        store that can remove nothing says True."""
 
     @abstractmethod
     def clear(self, prefix: bytes) -> Held | None:

@@ -90,9 +90,11 @@ class FileStore(BlobStore):
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         return [self._write(self._path(name), blob) for name, blob in zip(names, blobs, strict=True)]
 
-    def discard(self, name: bytes) -> None:
+    def discard(self, name: bytes) -> bool:
         with suppress(OSError):
             self._remove(self._path(name))
+            return True
+        return False
 
     def clear(self, prefix: bytes) -> Held:
         removed: list[int] = []

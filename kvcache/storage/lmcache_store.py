@@ -82,11 +82,12 @@ class LMCacheStore(BlobStore):
         ]
         return self._each(works)
 
-    def discard(self, name: bytes) -> None:
+    def discard(self, name: bytes) -> bool:
         with self._lock:
             self._bad[name] = None
             if len(self._bad) > _MOST_BAD:
                 del self._bad[next(iter(self._bad))]
+        return True  # the server removes nothing: another try would not help
 
     def clear(self, prefix: bytes) -> None:
         log.warning("LMCache's server removes nothing (%s): restart it to forget", prefix or "all")

@@ -108,8 +108,8 @@ class MooncakeStore(BlobStore):
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         return _in_time(self._write, names, blobs, 1 << 62)
 
-    def discard(self, name: bytes) -> None:
-        self._remove([_key(name)])
+    def discard(self, name: bytes) -> bool:
+        return self._remove([_key(name)])
 
     def clear(self, prefix: bytes) -> Held:
         pattern = f"^{_NAMESPACE}{re.escape(prefix.decode())}"
@@ -176,9 +176,12 @@ class MooncakeStore(BlobStore):
         self._remove([key for key, code in zip(keys, codes, strict=True) if code == _OWNER_DIED])
         return [_read_outcome(code, blob) for code, blob in zip(codes, into, strict=True)]
 
-    def _remove(self, keys: list[str]) -> None:
-        if keys:
-            self._try(lambda: self._store.batch_remove(keys, True), [])
+    def _remove(self, keys: list[str]) -> bool:
+        """Whether none of them is there any more."""
+        if not keys:
+            return True
+        codes = self._try(lambda: self._store.batch_remove(keys, True), None)
+        return codes is not None and all(code in (0, _NOT_FOUND) for code in codes)
 
     def _write(self, keys: list[str], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         with self._lent(self._seals) as seals:

@@ -67,12 +67,11 @@ class S3Store(BlobStore):
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         return self._each(self._write, names, blobs)
 
-    def discard(self, name: bytes) -> None:
+    def discard(self, name: bytes) -> bool:
         def remove() -> Outcome:
-            self._remove([self._key(name)])
-            return Outcome.DONE
+            return Outcome.IO_ERROR if self._remove([self._key(name)]) else Outcome.DONE
 
-        _outcome(remove)
+        return _outcome(remove) is Outcome.DONE
 
     def clear(self, prefix: bytes) -> Held:
         removed: list[int] = []

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvcache.storage.backend import StorageBackend, StorageStats
@@ -53,7 +54,7 @@ class SealedStorage(StorageBackend):
             if outcome is Outcome.DONE and not seal_holds(place, *blob):
                 outcomes[index] = outcome = Outcome.CORRUPT
             if outcome is Outcome.CORRUPT:
-                self._try(lambda: self._store.discard(place.name), None)  # noqa: B023 - called at once
+                self._try(lambda: self._store.discard(place.name), False)  # noqa: B023 - called at once
         self._count("read", outcomes, blobs, began)
         return [outcome is Outcome.DONE for outcome in outcomes]
 
@@ -74,9 +75,8 @@ class SealedStorage(StorageBackend):
         self._count("write", done, sealed, began)
         return [outcome in (Outcome.DONE, Outcome.PRESENT) for outcome in done]
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        for place in self._places(keys):
-            self._try(lambda: self._store.discard(place.name), None)  # noqa: B023 - called at once
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._try(partial(self._store.discard, place.name), False) for place in self._places(keys)]
 
     def clear(self, prefix: bytes = b"") -> Held | None:
         return self._store.clear(prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 
@@ -9,6 +10,9 @@ from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest
 
 _FIRST_DELAY_S, _MOST_DELAY_S = 30.0, 480.0  # before another try, which doubles with each that fails
+_MOST_AGAIN = 1 << 16  # pages that storage could not forget and that wait for another try
+
+log = logging.getLogger(__name__)
 
 
 class StorageBacklog:
@@ -17,9 +21,8 @@ class StorageBacklog:
     def __init__(self) -> None:
         # Parents first, as they came, each with how long it was put off before.
         self._new: OrderedDict[TreeNode, float] = OrderedDict()
-        self._later: dict[
-            TreeNode, tuple[float, float]
-        ] = {}  # could not be stored: next try, seconds until then
+        # Those that could not be stored: when they are tried again, and for how long they were put off.
+        self._later: dict[TreeNode, tuple[float, float]] = {}
         self._due_at = math.inf  # nothing of those is tried before
         self._withdrawn: list[PageDigest] = []
 
@@ -68,6 +71,14 @@ class StorageBacklog:
     def withdraw(self, pages: list[PageDigest]) -> None:
         """These pages have stopped being public: storage is to forget them under their public names."""
         self._withdrawn += pages
+
+    def withdraw_again(self, pages: list[PageDigest]) -> None:
+        """The storage could not forget these pages. Only so many are kept: the latest."""
+        room = max(0, _MOST_AGAIN - len(self._withdrawn))
+        dropped = max(0, len(pages) - room)
+        if dropped:
+            log.warning("%d pages that are not public any more stay in storage: it removes nothing", dropped)
+        self._withdrawn = pages[dropped:] + self._withdrawn
 
     def first(self) -> TreeNode | None:
         """What is to be stored next. It stays here, and may have lost its copy."""

@@ -31,6 +31,7 @@ from kvcache.tiers.prefetches import Prefetches
 from kvcache.tree_node import TreeNode
 
 _LOOK_S = 1.0  # between two looks at what the backend holds
+_AGAIN_S = 5.0  # before a removal that failed is tried again
 _HOST_SHARE = 4
 """Writes keep about one host page in so many from giving way. A storage that stands still would keep all."""
 
@@ -61,6 +62,7 @@ class StorageTier:
         self._backlog = backlog
         self._clock = clock
         self._look_at = -math.inf  # inf: a look is under way
+        self._remove_at = -math.inf  # later: the last removal has failed
         self._writing: set[TreeNode] = set()
         self._kept: Counter[str] = Counter()  # host pages that writes keep, by group
         self._most_kept = {g: arena.num_pages // _HOST_SHARE for g, arena in host.pool.arenas.items()}
@@ -102,11 +104,23 @@ class StorageTier:
         return keeps
 
     def remove_withdrawn(self) -> None:
-        """Begin to remove what has stopped being public since the last call, whoever has stored it."""
+        """Begin to remove what has stopped being public since the last call, whoever has stored it, and what
+        could not be removed some time ago."""
+        if self._clock() < self._remove_at:
+            return
         digests = self._backlog.take_withdrawn()
-        if digests:
-            keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
-            self._mover.submit("writes", lambda: self.backend.remove(keys), lambda _: None)
+        if not digests:
+            return
+        keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
+
+        def done(told: list[bool] | Failed) -> None:
+            gone = [False] * len(keys) if isinstance(told, Failed) else told
+            left = [page for at, page in enumerate(digests) if not all(gone[at :: len(digests)])]
+            if left:
+                self._backlog.withdraw_again(left)
+                self._remove_at = self._clock() + _AGAIN_S
+
+        self._mover.submit("writes", lambda: self.backend.remove(keys), done)
 
     def _write(self, node: TreeNode, keeps: Counter[str], delay_s: float) -> None:
         """`delay_s`: for how long it was put off before."""

@@ -13,6 +13,7 @@ from kvcache.memory import Memory
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import visibility
 from kvcache.tenancy.config import TenancyConfig
+from kvcache.tiers import backlog
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.support import HandMover, groups, key, memory, put, radix_cache
@@ -207,6 +208,42 @@ def test_what_stops_being_public_is_removed_from_storage(workers: Workers, tmp_p
         assert worker.read(with_end(9), "d") == 0
     assert second.read(with_end(0), "a") == len(COMMON) + PAGE
     assert first.read(with_end(0), "a") == len(COMMON) + PAGE, "its own, though the place is barred"
+
+
+def test_what_storage_could_not_remove_is_tried_again(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = workers
+    storage = first.tiers.storage
+    assert storage is not None
+    now, remove = 0.0, storage.backend.remove
+    monkeypatch.setattr(storage, "_clock", lambda: now)
+    make_public(first)
+    calls: list[int] = []
+
+    def broken(keys: Sequence[bytes]) -> list[bool]:
+        calls.append(len(keys))
+        return [*remove(keys[:1]), *[False] * (len(keys) - 1)]
+
+    monkeypatch.setattr(storage.backend, "remove", broken)
+    first.burst(COMMON)
+    assert (stored(tmp_path, ""), calls) == (2, [3])
+    first.rest()
+    assert calls == [3], "not in every turn of the loop"
+    monkeypatch.setattr(storage.backend, "remove", remove)
+    now += 60.0
+    first.rest()
+    assert stored(tmp_path, "") == 0
+
+
+def test_pages_that_wait_for_another_removal_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "_MOST_AGAIN", 3)
+    waiting = backlog.StorageBacklog()
+    pages = [bytes([number]) * 32 for number in range(6)]
+    waiting.withdraw(pages[4:])
+    waiting.withdraw_again(pages[:4])
+    assert waiting.take_withdrawn() == pages[3:]
+    assert waiting.take_withdrawn() == []
 
 
 @pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])

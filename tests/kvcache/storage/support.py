@@ -64,7 +64,8 @@ def open_files(directory: Path, **changed: Any) -> StorageBackend:
 
 
 class MemoryStore(BlobStore):
-    """Blobs in a dict. `fails` is asked before each one with "read" or "write"; an outcome is its answer."""
+    """Blobs in a dict. `fails` is asked before each one with "read", "write" or "discard"; an outcome is its
+    answer."""
 
     name: ClassVar[str] = "memory"
 
@@ -87,9 +88,12 @@ class MemoryStore(BlobStore):
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         return [self._write(name, blob) for name, blob in zip(names, blobs, strict=True)]
 
-    def discard(self, name: bytes) -> None:
+    def discard(self, name: bytes) -> bool:
+        failed = self.fails("discard")
         with self._lock:
-            self.blobs.pop(name, None)
+            if failed is None:
+                self.blobs.pop(name, None)
+        return failed is None
 
     def clear(self, prefix: bytes) -> Held:
         with self._lock:

@@ -449,6 +449,16 @@ def test_a_clear_that_fails_says_so_and_removes_the_rest(
     assert backend.clear() == (1, ON_DISK)
 
 
+def test_a_file_that_stays_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, backend = Arena(2), open_files(tmp_path)
+    backend.set(keys(2), arena.pages)
+    with monkeypatch.context() as broken:
+        broken.setattr(file_store, "os", BrokenDisk("unlink", errno.EIO))
+        assert backend.remove(keys(2)) == [False, False]
+    assert backend.remove(keys(2)) == [True, True]
+    assert blob_files(tmp_path) == []
+
+
 def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
     directory = tmp_path / "pages"
     arena, backend = Arena(2), open_files(directory)

@@ -107,6 +107,7 @@ class StandIn:
         self.batch_get_into_multi_buffers: Callable[..., list[int]] = lambda keys, *_: [-704] * len(keys)
         self.batch_put_from_multi_buffers: Callable[..., list[int]] = lambda keys, *_: [0] * len(keys)
         self.remove_by_regex: Callable[..., int] = lambda pattern, force: 0
+        self.batch_remove: Callable[..., list[int]] = lambda keys, force: [0] * len(keys)
         self.close: Callable[[], int] = lambda: 0
 
 
@@ -122,6 +123,17 @@ def opened_stand_in(
         config = StorageConfig(backend="mooncake", path=directory, url=url, extra=extra)
         with closing(open_storage(config)) as backend:
             yield stand_in, backend
+
+
+def test_an_object_that_is_not_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened_stand_in(tmp_path, monkeypatch, timeout_s=0.05) as (stand_in, backend):
+        for code, is_gone in {0: True, -704: True, -900: False}.items():
+            stand_in.batch_remove = lambda keys, force, code=code: [code]
+            assert backend.remove(keys(1)) == [is_gone]
+        stuck = threading.Event()
+        stand_in.batch_remove = lambda keys, force: stuck.wait()
+        assert backend.remove(keys(1)) == [False]
+        stuck.set()
 
 
 def test_a_clear_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,15 @@ def test_nothing_is_begun_after_a_timeout_or_a_close(
         store.close()
 
 
+def test_an_object_that_is_not_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = DenyingClient([])
+    monkeypatch.setattr(s3_store, "_client", lambda options: client)
+    with closing(open_storage(StorageConfig(backend="s3", path=tmp_path, url="s3://pages/"))) as backend:
+        assert backend.remove(keys(1)) == [True]
+        client.denied = list(client.removed)
+        assert backend.remove(keys(2)) == [False, True]
+
+
 def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boto3", reason="boto3 is not installed")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")

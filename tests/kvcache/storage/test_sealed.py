@@ -101,6 +101,7 @@ def test_a_store_that_raises_is_a_miss(caplog: pytest.LogCaptureFixture) -> None
     assert backend.exists(keys(3)) == [False] * 3
     assert backend.get(keys(3), arena.read) == [False] * 3
     assert backend.set(keys(3), arena.pages) == [False] * 3
+    assert backend.remove(keys(3)) == [False] * 3
     assert backend.stats().refused == {"io_error": 6}
     assert backend.stats().blobs == 0, "it does not say"
     assert "nobody caught it" in caplog.text
