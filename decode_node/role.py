@@ -190,9 +190,8 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             case KVDone():
                 return self._commit(room, message)
             case KVFailed():
-                self.fail(
-                    room, RejectKind.FAILED, f"no KV came from prefill: {message.reason}", room.prefill or ""
-                )
+                blamed = "" if message.blameless else room.prefill or ""
+                self.fail(room, RejectKind.FAILED, f"no KV came from prefill: {message.reason}", blamed)
             case Release():  # token 0 ended the request, and prefill has told the router
                 self.end(room)
                 self.abandon(room)

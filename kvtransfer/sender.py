@@ -35,13 +35,14 @@ _JOIN_S = 5.0
 class Sent:
     """A room's sending is over: no source page is read after this. Posted once per KVSender.
 
-    `error` is None when every page has landed.
+    `error` is None when every page has landed. `aborted`: this side ended it, and the other did its part.
     """
 
     room: int
     epoch: int
     kv_bytes: int
     error: str | None = None
+    aborted: bool = False
     checksums: PageChecksums = NO_CHECKSUMS
 
 
@@ -103,6 +104,7 @@ class KVSender:
         self._busy = False  # queued for a thread, or in one
         self._over = False  # Sent is posted, or about to be
         self._error: str | None = None
+        self._aborted = False
         self._bytes = 0
         self._checksums = PageChecksums(checks, {name: [] for name in groups if checks.is_on})
         self._samples = {
@@ -170,6 +172,7 @@ class KVSender:
         with self._lock:
             if self._over:
                 return
+            self._aborted = self._aborted or self._error is None
             self._error = self._error or reason
             self._drop_jobs()
             self._jobs.append(_Job([], last=True))
@@ -235,8 +238,8 @@ class KVSender:
         except Exception as error:
             log.exception("a bug while sending room %d", self.room)
             self._error = f"internal error: {error}"
-        job.on_read(self._error is None)
-        with self._lock:
+        with self._lock:  # so that who is told finds this sender idle, if this was its last job
+            job.on_read(self._error is None)
             over = self._over = job.last or self._error is not None
             if over:
                 self._drop_jobs()
@@ -244,7 +247,10 @@ class KVSender:
             if self._jobs:
                 self._queue()
         if over:
-            self._threads.post(Sent(self.room, self.epoch, self._bytes, self._error, self._checksums))
+            sent = Sent(
+                self.room, self.epoch, self._bytes, self._error, self._aborted, checksums=self._checksums
+            )
+            self._threads.post(sent)
 
     def _carry_out(self, job: _Job) -> None:
         for write in job.writes:

@@ -188,7 +188,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         if room is None:
             return  # aborted
         if sent.error is not None:
-            self._fail_both(room, f"KV transfer failed: {sent.error}")
+            self._fail_both(room, f"KV transfer failed: {sent.error}", blameless=sent.aborted)
             return
         assert room.first_token is not None
         self.scheduler.hand_off.release(room.req)
@@ -214,10 +214,11 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         elif room.hold is PrefillHold.SCHEDULER:
             self.scheduler.abort(room.room, room.epoch)
 
-    def _fail_both(self, room: PrefillRoom, reason: str) -> None:
-        """The hand-off has failed: tell the router and decode."""
-        self.fail(room, RejectKind.FAILED, reason, room.decode)
-        self._tell(room.decode, KVFailed(room.room, room.epoch, reason))
+    def _fail_both(self, room: PrefillRoom, reason: str, blameless: bool = False) -> None:
+        """The hand-off has failed: tell the router and decode. `blameless`: only this worker has to do with
+        it, so neither names the other."""
+        self.fail(room, RejectKind.FAILED, reason, "" if blameless else room.decode)
+        self._tell(room.decode, KVFailed(room.room, room.epoch, reason, blameless))
 
     def _tell(self, decode: str, message: KVDone | KVFailed | Release) -> None:
         """Send a message to decode, and again until decode confirms it."""

@@ -155,9 +155,10 @@ class Scheduler:
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
 
     def _unblock(self) -> bool:
-        """Nothing could be done: retract a prefill that waits for window pages. No forward will free any."""
+        """Nothing could be done: retract a prefill that waits for window pages, if nothing will free any. No
+        forward will."""
         chunked = self._requests.chunked
-        if chunked is None:
+        if chunked is None or self._pages.will_free:
             return False
         self._requests.retract(chunked)
         self.metrics.retracted += 1

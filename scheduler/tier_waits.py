@@ -31,6 +31,11 @@ class TierWaits:
         """Whether nothing moves."""
         return self._tiers is None or self._tiers.is_idle
 
+    @property
+    def will_free(self) -> bool:
+        """Whether a copy or a read is under way that has pages of the device until it ends."""
+        return self._tiers is not None and self._tiers.uses_device
+
     def prefetch(self, req: Req, key: RadixKey) -> None:
         """Begin to read what storage has of `key` if computing it should take longer, unless this request's
         read has begun already."""

@@ -351,14 +351,16 @@ class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
     output_logprobs: list[TokenLogprobs] = []
 
 
-class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):
+class KVFailed(RoomMessage, frozen=True, tag="kv_failed", omit_defaults=True):
     """Prefill -> decode: the pages of this epoch will not come. Repeated until a Receipt.
 
     Also to a decode worker that hands a room over, from the other one or from the router: this epoch, newer
-    than the room's, takes nothing over.
+    than the room's, takes nothing over. `blameless`: prefill took the pages back, and the way from one
+    worker to the other is sound.
     """
 
     reason: str
+    blameless: bool = False
 
 
 class Release(RoomMessage, frozen=True, tag="release"):

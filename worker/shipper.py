@@ -82,7 +82,7 @@ class PageShipper:
         if end > sender.start_send_idx:
             req.stamp(self._stage)
             req.reader = sender
-            sender.send(self._primary_pages(req, end), end)
+            sender.send(self._primary_pages(req, end), end, on_read=self._wake)
 
     def ship_cached(self, sender: KVSender, req: Req) -> None:
         """The request waits, and holds nothing: send what is cached of its prompt in the primary group, if a
@@ -147,6 +147,10 @@ class PageShipper:
     def _post(self, sent: Sent | _Read) -> None:
         """On a transfer thread: wake the loop."""
         self._sent.put(sent)
+        self._nudge()
+
+    def _wake(self, landed: bool) -> None:  # noqa: ARG002 - if they have not, Sent is posted
+        """On any thread: pages that the scheduler frees when they are not read any more are not."""
         self._nudge()
 
     def _primary_pages(self, req: Req, end: int) -> dict[str, PageIds]:

@@ -46,8 +46,13 @@ class Tiers:
     @property
     def is_idle(self) -> bool:
         """Whether nothing moves, and nothing is read where it lies."""
-        resting = self.moves.is_idle and not self.reads.under_way
-        return resting and (self.storage is None or self.storage.is_idle)
+        return not self.uses_device and (self.storage is None or self.storage.is_idle)
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether a move or a read is under way: it has pages of the device until it ends. `on_done`, or who
+        has begun the read, tells of the end."""
+        return not self.moves.is_idle or self.reads.under_way > 0
 
     def forget(self, user: Hashable) -> None:
         """The user waits for nothing any more: not for a load, nor for storage."""

@@ -107,6 +107,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     rejected: Rejected | None = None  # in the current epoch
+    rejections: list[Rejected] = field(default_factory=list)  # of each worker, in any epoch
     statuses: list[RoomStatus] = field(default_factory=list)  # of any epoch
     aborted: bool = False
     cached_tokens: int = 0  # of the prompt, as it was told with position 0
@@ -324,6 +325,7 @@ class Pair:
                 self.outputs[message.room].statuses.append(message)
             case Rejected():
                 output = self.outputs[message.room]
+                output.rejections.append(message)
                 if message.epoch == output.request.epoch:
                     output.rejected = message
 
