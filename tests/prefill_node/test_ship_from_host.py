@@ -21,7 +21,7 @@ from prefill_node.room import PrefillHold, PrefillRoom
 from scheduler.pages import Pages
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from wire.checksums import ChecksumMode
-from wire.messages import KVDone, KVReady, KVTarget
+from wire.messages import KVDone, KVReady, KVTarget, Prefill
 from wire.peer_monitors import PeerState
 from wire.records import MovedPages
 from worker.figures import worker_figures
@@ -294,6 +294,36 @@ def test_of_a_window_the_last_pages_are_enough() -> None:
         both.run_dry()
         assert both.outputs[1].tokens == right(both, 1, ("window",))
         assert tiers.reads.counts.host_pages == 20
+        over(both)
+
+
+def test_a_prompt_waits_for_window_pages_that_parked_rooms_are_sent_from() -> None:
+    """They are promised to it. If it were retracted, what was sent of it would be worthless."""
+    small = {**ON_HOST, "max_total_tokens": 256, "swa_full_tokens_ratio": 0.3}
+    options = {"max_total_tokens": 2048, "swa_full_tokens_ratio": 1.0}
+    with pair(("window",), small, **options) as both, stopped(PoolSender, "write") as writes:
+        targets = []
+        for number in range(1, 4):
+            both.ask(number, prompt_of(number, 40), 6)
+            targets.append(both.hold_back(KVTarget))
+            run_until(both, lambda number=number: room_of(both, number).hold is PrefillHold.PARKED)
+        both.network.letters = [one for one in both.network.letters if not isinstance(one.message, KVReady)]
+        both.ask(4, prompt_of(4, 120), 6)
+        for letter in [both.hold_back(Prefill), both.hold_back(KVTarget)]:
+            both.arrive(letter)
+        req = room_of(both, 4).req
+        run_until(both, lambda: req.kv_committed_len >= 12)
+        for target in targets:
+            both.arrive(target)
+        for _ in range(40):
+            both.turn(both.prefill)
+        assert req.kv_committed_len < 120
+        writes.go.set()
+        both.run_dry()
+        assert req.retractions == 0
+        for number, output in both.outputs.items():
+            assert output.rejections == []
+            assert output.tokens == right(both, number, ("window",))
         over(both)
 
 
