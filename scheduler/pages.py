@@ -97,7 +97,9 @@ class Pages:
             return False
         wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
         fits = self.lower.loaded_pages(req) > 0 or (
-            self._pool.available_size() > 0 and self._has_room(wanted + spare.tokens)
+            self._pool.available_size() > 0
+            and self._has_room(wanted + spare.tokens)
+            and (self.window is None or self.window.available_pages() >= spare.window_pages)
         )
         return self.lower.brings_back(req, match, fits)
 

@@ -10,17 +10,24 @@ from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
 from tests.kvcache.support import HandMover
 from tests.scheduler.rig import Rig, StubReader
-from tests.scheduler.test_load_ahead import PAGE, mover_of, prompt, run
+from tests.scheduler.test_load_ahead import PAGE, loads_of, mover_of, on_host, prompt, run
 
 
-def tight_rig(policy: str) -> Rig:
+def tight_rig(policy: str = "write_through", pool: int = 1024) -> Rig:
     """With window pages for little more than one request, and pages on the host when the test says so."""
     tiers = TierConfig(ratio=8.0, load_back_threshold=1, write_policy=policy)
     config = SchedulerConfig(model="m", max_running_requests=4, chunked_prefill_size=32)
     return Rig(
-        PAGE, 1024, 256, pre_alloc=4, config=config, groups=("window",), window=20, interval=8, tiers=tiers,
+        PAGE, pool, 256, pre_alloc=4, config=config, groups=("window",), window=20, interval=8, tiers=tiers,
         mover=HandMover(), tight=True,
     )  # fmt: skip
+
+
+def step_without_loads(rig: Rig) -> None:
+    """One step, and the ends of all moves but loads."""
+    rig.step()
+    while mover_of(rig).do("backups"):
+        pass
 
 
 def begin_prompt(rig: Rig) -> Req:
@@ -71,4 +78,39 @@ def test_a_prompt_waits_for_window_pages_that_are_still_sent(is_held: bool) -> N
     run(rig)
     assert (req.retractions == 0) is is_held
     rig.assert_outputs()
+    rig.close()
+
+
+def test_a_load_for_the_next_prompt_leaves_the_window_pages_of_one_that_decodes() -> None:
+    rig = tight_rig(pool=2048)
+    tokens = prompt(1)
+    on_host(rig, tokens)
+    reqs = [rig.add(prompt(5 + index, 9), 60) for index in range(2)]
+    for _ in range(2):
+        rig.step()
+        mover_of(rig).do_all()
+    rig.add([*tokens, 1], 4)
+    for _ in range(40):
+        step_without_loads(rig)
+    assert [req.retractions for req in reqs] == [0, 0]
+    run(rig)
+    assert rig.scheduler.metrics.retracted == 0
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_a_load_for_a_reservation_leaves_the_window_pages_of_a_prompt() -> None:
+    rig = tight_rig()
+    tokens = prompt(1)
+    on_host(rig, tokens)
+    first = begin_prompt(rig)
+    reserved = rig.req(tokens, 4)
+    while first.state is ReqState.PREFILL:
+        assert not rig.scheduler.hand_off.reserve(reserved)
+        assert loads_of(rig).loading == 0
+        step_without_loads(rig)
+    assert first.retractions == 0
+    rig.scheduler.hand_off.withdraw(reserved)
+    run(rig)
+    rig.assert_outputs(reserved.room)
     rig.close()
