@@ -23,7 +23,6 @@ from kvtransfer.sender import KVSender, Sent
 from scheduler.hand_off import HandOff
 from scheduler.req import ReqState
 from wire.messages import KVDone, KVFailed, KVTarget, Receipt, kind_of
-from wire.peer_monitors import PeerState
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.outbox import OutputKey
@@ -116,10 +115,8 @@ class Moves:
         elif room is not None:  # its KVTarget may come yet
             room.moves_over = max(room.moves_over, message.epoch)
 
-    def on_peer(self, address: str, state: PeerState) -> None:
-        """A mailbox is up or down. Rooms on their way to a worker that is down stay."""
-        if state is PeerState.UP:
-            return
+    def on_lost(self, address: str) -> None:
+        """A mailbox has gone down. Rooms on their way to that worker stay."""
         for move in list(self._moves.values()):
             if move.to == address:
                 self._fail(move, f"{address} is down")

@@ -40,7 +40,6 @@ from wire.messages import (
     Timeline,
     kind_of,
 )
-from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.stages import RequestStage
 from worker.holds import QuarantineOwner
@@ -148,9 +147,9 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         )
         self.questions.ask(room.prefill, target, now)
 
-    def on_peer(self, address: str, state: PeerState) -> None:
-        super().on_peer(address, state)
-        self._moves.on_peer(address, state)
+    def on_lost(self, address: str) -> None:
+        super().on_lost(address)
+        self._moves.on_lost(address)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
 

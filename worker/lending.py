@@ -21,7 +21,6 @@ from scheduler.scheduler import Scheduler
 from wire.codec import unpack_tokens
 from wire.holds import Hold
 from wire.messages import FETCH_EPOCH, Fetch, Fetched, FetchRefused, RefusalCause
-from wire.peer_monitors import PeerState
 from worker.lent_prefixes import LentPrefix, LentPrefixes, NotLent, placed
 from worker.services import Services
 
@@ -106,12 +105,11 @@ class Lending:
         except NotLent as refusal:
             self._answer(requester, FetchRefused(fetch.transfer, refusal.cause, str(refusal)), now)
 
-    def on_peer(self, mailbox: str, state: PeerState) -> None:
-        """A requester that is down is written nothing more."""
-        if state is PeerState.DOWN:
-            for loan in self._loans.values():
-                if loan.requester == mailbox:
-                    loan.sender.abort("the requester is down")
+    def on_lost(self, mailbox: str) -> None:
+        """A requester that has gone down is written nothing more."""
+        for loan in self._loans.values():
+            if loan.requester == mailbox:
+                loan.sender.abort("the requester is down")
 
     def poll(self, now: float) -> None:
         """Unlock what has been written, and say so."""

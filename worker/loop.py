@@ -24,6 +24,7 @@ from kvcache.memory import MemoryReport
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
+from wire.peer_monitors import PeerState
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
 from worker.figures import LoadLook, worker_figures
@@ -31,6 +32,7 @@ from worker.forgetting import TenantForgetting
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
 from worker.idle_check import IdleCheck
+from worker.lost_peers import LostPeers
 from worker.mail import MailHandler, keep_role
 from worker.options import WorkerOptions
 from worker.parts import ModelParts, open_parts
@@ -87,6 +89,7 @@ class Worker:
             services, self._role, self._limits, self._drain, self._heartbeat, set_role, self._forgetting
         )
         self._idle_check = IdleCheck(self._scheduler, self.options.idle_check_interval_s)
+        self._lost_peers = LostPeers()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self.beats = 0  # turns of the loop
@@ -250,9 +253,7 @@ class Worker:
         for mail in mails:
             self._mail.handle(mail)
         for address, state in self._services.mailbox.take_peers().items():
-            self._services.transfer.on_peer(address, state)
-            self._role.on_peer(address, state)
-            self._role.orphans.on_peer(address, state, time.monotonic())
+            self._on_peer(address, state, time.monotonic())
         now = time.monotonic()
         self._role.poll(now)
         self._role.lending.poll(now)
@@ -268,6 +269,16 @@ class Worker:
             self._sweep(self._beat_at)
         self._idle_check.turn(not busy and self._scheduler.idle, self._beat_at)
         return busy
+
+    def _on_peer(self, address: str, state: PeerState, now: float) -> None:
+        """A mailbox to which this worker is connected has come up or gone down, or is so still."""
+        if self._lost_peers.is_lost(address, state, now):
+            self._services.transfer.on_lost(address)
+            self._role.on_lost(address)
+        elif state is PeerState.UP:
+            self._services.transfer.on_up(address)
+        self._role.on_peer(address, state)
+        self._role.orphans.on_peer(address, state, now)
 
     def _publish(self) -> None:
         """Publish what the cache did in this turn, and a snapshot of it when a router needs one."""

@@ -38,7 +38,6 @@ from wire.messages import (
     SetRole,
     kind_of,
 )
-from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.retransmitter import RetransmitKey
 from worker.clearing import CacheClearing
@@ -88,7 +87,7 @@ class MailHandler:
         self._role.orphans.heard(mail.sender, time.monotonic())
         if isinstance(mail.message, KVTarget | Fetch):
             # It waits for pages. This worker's own connection to it may not be there again yet.
-            services.transfer.on_peer(mail.sender, PeerState.UP)
+            services.transfer.on_up(mail.sender)
         match mail.message:
             case Prefill() | Decode() as message:
                 self._start_room(mail.sender, message)

@@ -160,11 +160,15 @@ class WorkerRole(ABC, Generic[RoomType]):
     # -- what is the same in every role --------------------------------------------------------------
 
     def on_peer(self, address: str, state: PeerState) -> None:
-        """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""
+        """A mailbox to which this worker is connected has come up or gone down, or is so still: a router's or
+        a worker's."""
         now = time.monotonic()
         self.questions.on_peer(address, state, now)
         self.fetching.on_peer(address, state, now)
-        self.lending.on_peer(address, state)
+
+    def on_lost(self, address: str) -> None:
+        """A mailbox that was not known to be down has gone down: what is being written there is in vain."""
+        self.lending.on_lost(address)
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""

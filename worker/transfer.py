@@ -12,7 +12,6 @@ from kvtransfer.region import arena_regions, pool_regions
 from kvtransfer.select import PoolSender, open_receiver, open_sender
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
-from wire.peer_monitors import PeerState
 from wire.records import layout_digest
 from worker.mapped_peers import MappedPeers
 from worker.options import WorkerOptions
@@ -62,13 +61,15 @@ class PoolTransport:
         """Pages go to this endpoint, of the worker at `mailbox`."""
         self._peers.used(endpoint, mailbox, now)
 
-    def on_peer(self, mailbox: str, state: PeerState) -> None:
-        """A mailbox is up or down. What is being sent to a worker that is down fails at once."""
+    def on_lost(self, mailbox: str) -> None:
+        """A mailbox has gone down. What is being sent to that worker fails at once."""
         for endpoint in self._peers.of(mailbox):
-            if state is PeerState.DOWN:
-                self.sender.suspend(endpoint)
-            else:
-                self.sender.resume(endpoint)
+            self.sender.suspend(endpoint)
+
+    def on_up(self, mailbox: str) -> None:
+        """A mailbox is up."""
+        for endpoint in self._peers.of(mailbox):
+            self.sender.resume(endpoint)
 
     def drop_idle(self, now: float) -> None:
         """Unmap the pools of workers that have been sent nothing for long."""

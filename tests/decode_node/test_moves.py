@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -151,16 +152,27 @@ def test_a_move_that_the_router_gives_up_changes_nothing(two: TwoDecoders, stage
     two.settle()
 
 
-def test_a_worker_that_goes_down_takes_nothing_over(two: TwoDecoders) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_worker_that_goes_down_takes_nothing_over(two: TwoDecoders, is_known: bool) -> None:
+    """But one that was down before, and has sent a target since, does: it is reported down once more because
+    it is watched now."""
+    mailbox: Any = two.workers[0].parts.services.mailbox
+    down = {two.workers[1].record().mailbox: PeerState.DOWN}
     stream = two.ask(1, prompt_of(1, 40), 300)
     two.until(1, 4)
+    if is_known:
+        mailbox.peers = dict(down)
+        two.round()
     two.move(1)
-    two.hold_back(KVDone)
+    done = two.hold_back(KVDone)
     (room,) = two.workers[0].rooms()
-    gone = two.workers[1].record().mailbox
-    assert gone in room.peers
-    two.workers[0].parts.services.mailbox.peers = {gone: PeerState.DOWN}  # type: ignore[attr-defined]
+    assert down.keys() <= set(room.peers)
+    mailbox.peers = dict(down)
+    two.round()
+    if is_known:
+        two.network.letters.append(done)
     two.finish()
+    assert stream.moved == int(is_known)
     assert stream.tokens == two.right(1)
     two.settle()
 

@@ -241,7 +241,8 @@ def test_a_retracted_room_goes_on_only_if_all_that_it_gave_to_its_sender_has_lan
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_target_tells_that_a_decode_worker_is_up_again(backend: str) -> None:
-    """Decode is connected to prefill again, and prefill not yet to decode."""
+    """Decode is connected to prefill again, and prefill not yet to decode. When prefill begins to watch it
+    for the room, it is reported down once more."""
     with pair(kv_transfer_backend=backend) as both:
         both.ask(1, prompt_of(1, 40), 4)
         both.run_dry()  # prefill knows where decode's pools are
@@ -249,6 +250,8 @@ def test_a_target_tells_that_a_decode_worker_is_up_again(backend: str) -> None:
         mailbox.peers = {both.decode.record().mailbox: PeerState.DOWN}
         both.turn(both.prefill)
         both.ask(2, prompt_of(2, 40), 4)
+        both.arrive(both.hold_back(KVTarget))
+        mailbox.peers = {both.decode.record().mailbox: PeerState.DOWN}
         both.run_dry()
         assert both.outputs[2].rejected is None
         assert both.outputs[2].tokens == right(both, 2)
