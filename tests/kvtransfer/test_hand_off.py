@@ -199,7 +199,8 @@ def test_abort_before_the_first_chunk_reports_too() -> None:
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 4))
         sender.abort("the client left")
-        assert sent.get(timeout=10).error == "the client left"
+        ended = sent.get(timeout=10)
+        assert (ended.error, ended.aborted) == ("the client left", True)
         sender.send({"full": source(1)}, 4, last=True)
     assert not transport.writes
     assert sent.empty()
@@ -211,7 +212,8 @@ def test_a_failed_write_ends_the_room_and_not_its_neighbour() -> None:
         transport.failure = "the wire broke"
         rooms = [KVSender(senders, room, 0, SIZE, NOWHERE, target(0, 8)) for room in (1, 2)]
         rooms[0].send({"full": source(1)}, 4)
-        assert sent.get(timeout=10).error == "the wire broke"
+        ended = sent.get(timeout=10)
+        assert (ended.error, ended.aborted) == ("the wire broke", False)
         transport.failure = None
         rooms[0].send({"full": source(2)}, 8, last=True)
         rooms[1].send({"full": source(2)}, 8, last=True)
