@@ -35,13 +35,12 @@ class ReasoningTags:
     def start(self, prompt_end: str, continued: str = "") -> ReasoningStart:
         """Of the output of a prompt: many templates end with one of the tags. `continued`: the text of the
         message with which the output goes on, perhaps in the middle of a thought."""
-        end = prompt_end.rstrip()
-        opened, closed = continued.rfind(self.opening), continued.rfind(self.closing)
-        if end.endswith(self.closing) or closed > opened:
+        text = continued.strip()
+        if self.closing in text or prompt_end.rstrip().endswith(self.closing):
             return ReasoningStart.NEVER
-        if opened >= 0 and not end.endswith(self.opening):
+        if text.startswith(self.opening) and text != self.opening:  # thoughts only begin a message
             return ReasoningStart.GOES_ON
-        is_open = self.assumed or end.endswith(self.opening)
+        is_open = self.assumed or prompt_end.rstrip().endswith(self.opening)
         return ReasoningStart.OPEN if is_open else ReasoningStart.MAY
 
 
