@@ -67,7 +67,7 @@ class Model:
     ) -> Parsing | None:
         """How the outputs of a chat's prompt are read (OutputFormats.parsing)."""
         return self.formats.parsing(
-            self._end(prompt), schemas, with_reasoning, shows_special, required, continued
+            self._end(prompt, continued), schemas, with_reasoning, shows_special, required, continued
         )
 
     def wanted_around(
@@ -77,14 +77,16 @@ class Model:
         calls. `continued`: the text of the message with which they go on."""
         if wanted is None and calls is None:
             return None
-        around = self.formats.grammar(self._end(prompt), calls, wanted is not None, continued)
+        around = self.formats.grammar(self._end(prompt, continued), calls, wanted is not None, continued)
         parts = () if calls is None else tuple((tool.place, tool.arguments()) for tool in calls.tools)
         if wanted is not None and not (calls is not None and calls.required):
             return wanted._replace(around=around, parts=parts)
         return Wanted("tools", GrammarKind.LARK, around, is_ours=True, parts=parts) if around else None
 
-    def _end(self, prompt: list[int]) -> str:
-        return self.tokenization.decode(prompt[-PROMPT_END:])
+    def _end(self, prompt: list[int], continued: str) -> str:
+        """The text of PROMPT_END tokens before the continued text, whose tokens have a byte at least, and of
+        it."""
+        return self.tokenization.decode(prompt[-PROMPT_END - len(continued.encode()) :])
 
     async def encode(
         self, text: str, add_special_tokens: bool, param: str, any_length: bool = False

@@ -173,10 +173,10 @@ class OutputFormats:
     ) -> Parsing | None:
         """For a request; None if its outputs are all content.
 
-        `prompt_end`: the text of the prompt's last PROMPT_END tokens. `schemas`: of its tools; None: it has
-        none, or none is to be called. Without reasoning it is part of the content. `shows_special`: special
-        tokens are part of the text. `required`: a grammar demands calls. `continued`: the text of the message
-        with which the outputs go on.
+        `prompt_end`: the text of the prompt's last tokens: PROMPT_END ones and those of `continued`, the text
+        of the message with which the outputs go on. `schemas`: of its tools; None: it has none, or none is to
+        be called. Without reasoning it is part of the content. `shows_special`: special tokens are part of
+        the text. `required`: a grammar demands calls.
         """
         if self.channels:
             with_calls = schemas is not None and not self._without_calls

@@ -34,13 +34,17 @@ class ReasoningTags:
 
     def start(self, prompt_end: str, continued: str = "") -> ReasoningStart:
         """Of the output of a prompt: many templates end with one of the tags. `continued`: the text of the
-        message with which the output goes on, perhaps in the middle of a thought."""
+        message with which the output goes on, perhaps in the middle of a thought. The prompt ends with it,
+        behind what the template has written."""
         text = continued.strip()
-        if self.closing in text or prompt_end.rstrip().endswith(self.closing):
+        if self.closing in text:
             return ReasoningStart.NEVER
         if text.startswith(self.opening) and text != self.opening:  # thoughts only begin a message
             return ReasoningStart.GOES_ON
-        is_open = self.assumed or prompt_end.rstrip().endswith(self.opening)
+        end = _before(prompt_end, text).rstrip()
+        if text != self.opening and end.endswith(self.closing):
+            return ReasoningStart.NEVER
+        is_open = self.assumed or end.endswith(self.opening) or text == self.opening
         return ReasoningStart.OPEN if is_open else ReasoningStart.MAY
 
 
@@ -57,6 +61,12 @@ def read(
         yield from until(source, (tags.closing,), Reasoning)
         yield from skip_space(source, "\n")
     yield from then(source)
+
+
+def _before(prompt_end: str, text: str) -> str:
+    """Without the text at its end. A tokenizer may have normalized the text: then it is not found."""
+    before, found, _ = prompt_end.rpartition(text) if text else ("", "", "")
+    return before if found else prompt_end
 
 
 def _opens(source: Source, tag: str) -> Reading[bool]:

@@ -323,6 +323,25 @@ def test_a_thought_goes_on(reasoning: str, continued: str, text: str, want: Foun
     assert found([part for char in text for part in cut.feed(char)] + cut.end()) == want
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "written", "continued", "text", "want"),
+    [
+        ("deepseek_r1", "<think>\n\n</think>\n\n", "The answer is", " 42.", ("", " 42.", [])),
+        ("qwen3-thinking", "</think>", " The answer\n", "is 42.", ("", "is 42.", [])),
+        ("qwen3", "<think>\n", "Hm", ".</think>It is.", (".", "It is.", [])),
+        ("qwen3", "<think>\n\n</think>\n\n", "<think>\nHm", ".</think>It is.", (".", "It is.", [])),
+        ("qwen3", "<think>\n\n</think>\n\n", "<think>\n", "Hm.</think>It is.", ("Hm.", "It is.", [])),
+    ],
+)
+def test_a_template_opens_or_closes_thoughts_before_a_message_that_goes_on(
+    reasoning: str, written: str, continued: str, text: str, want: Found
+) -> None:
+    formats = OutputFormats("", {}, (), "none", reasoning)
+    parsing = formats.parsing(f"assistant\n{written}{continued}", NAMES, continued=continued)
+    assert parsing is not None
+    assert found(parsing.parser(7).feed(text)) == want
+
+
 def test_channels_without_reasoning_and_calls_are_content() -> None:
     formats = OutputFormats("", {}, (), "openai", "none")
     text = f"{ANALYSIS}{NEXT}{TO_F} <|constrain|>json<|message|>{{}}"
