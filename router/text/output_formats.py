@@ -47,10 +47,12 @@ _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
 
 _QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",), xml_syntax.QWEN_SYNTAX)
+_SEED = ToolFormat(xml.read_seed, xml.SEED.markers, (xml.SEED.call[0],), xml_syntax.SEED_SYNTAX)
 _GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX)
 
 _TOOL_FORMATS = (
-    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _QWEN_CODER, _GLM, _LLAMA3, _HERMES
+    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED, _QWEN_CODER, _GLM, _LLAMA3,
+    _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -63,6 +65,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
+        "seed_oss": _SEED,
         **dict.fromkeys(("glm45", "glm47", "glm"), _GLM),
         **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2"), _PYTHONIC),
     }
@@ -73,7 +76,7 @@ _THINK = ReasoningTags("<think>", "</think>")
 _THINK_ASSUMED = ReasoningTags("<think>", "</think>", assumed=True)
 _MISTRAL_THINK = ReasoningTags("[THINK]", "[/THINK]")
 _KIMI_THINK = ReasoningTags("◁think▷", "◁/think▷")
-_SEED_THINK = ReasoningTags("<seed:think>", "</seed:think>")
+_SEED_THINK = ReasoningTags("<seed:think>", "</seed:think>", budget="<seed:cot_budget_reflect>")
 _FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK)
 
 REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(

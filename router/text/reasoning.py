@@ -26,6 +26,7 @@ class ReasoningTags:
     opening: str
     closing: str
     assumed: bool = False  # an output is reasoning from its first character on, unless the prompt closes it
+    budget: str = ""  # a tag that a template without time for thoughts writes behind the opening one
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,6 +43,8 @@ class ReasoningTags:
         if text.startswith(self.opening) and text != self.opening:  # thoughts only begin a message
             return ReasoningStart.GOES_ON
         end = _before(prompt_end, text).rstrip()
+        if self.budget:
+            end = end.removesuffix(self.budget).rstrip()
         if text != self.opening and end.endswith(self.closing):
             return ReasoningStart.NEVER
         is_open = self.assumed or end.endswith(self.opening) or text == self.opening

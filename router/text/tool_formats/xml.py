@@ -8,6 +8,8 @@
     </function>
     </tool_call>
 
+Seed-OSS's are Qwen3-Coder's between `<seed:tool_call>` and its end, without line ends around values.
+
 An argument is text or JSON, as its schema says. It is read as a whole.
 """
 
@@ -15,14 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
 from router.text.output_source import Reading, Source, accept, skip_space, through, until, word
 from router.text.tool_formats.calls import Calls
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_NAME = 256  # characters
 _LONGEST_VALUE = 1 << 20
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
@@ -36,25 +37,32 @@ class Tags:
     key: tuple[str, str]
     value: tuple[str, str]
     end: str
+    call: tuple[str, str] = ("<tool_call>", "</tool_call>")
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Those that may be tokens of their own."""
-        return OPEN, CLOSE, *(tag for tag in (*self.key, *self.value) if tag.endswith(">"))
+        return *self.call, *(tag for tag in (*self.key, *self.value) if tag.endswith(">"))
 
 
 QWEN = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
+SEED = replace(QWEN, call=("<seed:tool_call>", "</seed:tool_call>"))
 GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "")
 
 
 def read_qwen(source: Source, calls: Calls) -> Reading[None]:
     """Content and calls. The tag around a call may be missing."""
-    return _read(source, calls, QWEN, (OPEN, QWEN.name[0]))
+    return _read(source, calls, QWEN, (QWEN.call[0], QWEN.name[0]))
+
+
+def read_seed(source: Source, calls: Calls) -> Reading[None]:
+    """Content and calls. The tag around a call may be missing."""
+    return _read(source, calls, SEED, (SEED.call[0], SEED.name[0]))
 
 
 def read_glm(source: Source, calls: Calls) -> Reading[None]:
     """Content and calls."""
-    return _read(source, calls, GLM, (OPEN,))
+    return _read(source, calls, GLM, (GLM.call[0],))
 
 
 def _read(source: Source, calls: Calls, tags: Tags, openings: tuple[str, ...]) -> Reading[None]:
@@ -72,7 +80,7 @@ def _read(source: Source, calls: Calls, tags: Tags, openings: tuple[str, ...]) -
             yield CallBroken(begun.index, source.recorded)
             continue
         yield from skip_space(source)
-        yield from accept(source, CLOSE)
+        yield from accept(source, tags.call[1])
         yield from skip_space(source)
 
 
@@ -80,7 +88,7 @@ def _begin(source: Source, calls: Calls, tags: Tags, found: str) -> Reading[Call
     """The call, if a name follows what was found."""
     opening, closing = tags.name
     yield from skip_space(source)
-    if found == OPEN and opening and not (yield from accept(source, opening)):
+    if found == tags.call[0] and opening and not (yield from accept(source, opening)):
         return None
     name = yield from word(source)
     if not name or (closing and not (yield from accept(source, closing))):
@@ -108,7 +116,7 @@ def _arguments(source: Source, begun: CallStart, tags: Tags, schema: Mapping[str
         said = _json(value, _of(schema, key.strip()))
         yield CallArguments(begun.index, f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: {said}")
         before = ", "
-    end = tags.end or CLOSE
+    end = tags.end or tags.call[1]
     if not (yield from accept(source, end)):
         return False
     yield CallArguments(begun.index, "{}" if before == "{" else "}")

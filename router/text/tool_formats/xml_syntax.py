@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
 from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
-from router.text.tool_formats.xml import CLOSE, GLM, OPEN, QWEN, Tags, types_of
+from router.text.tool_formats.xml import GLM, QWEN, SEED, Tags, types_of
 
 _KEPT = ("$defs", "definitions")
 _OF_TEXTS = ("pattern", "minLength", "maxLength", "format")
@@ -84,9 +84,17 @@ def _glm_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 _QWEN = _Written(QWEN, (QWEN.key[0],), (">\n",), ("\n", QWEN.value[1], "\n"))
+_SEED = _Written(SEED, (SEED.key[0],), (">",), (SEED.value[1], "\n"))
 _GLM = _Written(GLM, (GLM.key[0],), (GLM.key[1], "\n", GLM.value[0]), (GLM.value[1], "\n"))
 
-QWEN_SYNTAX = CallSyntax(
-    _qwen_call, OPEN, ("\n",), (CLOSE, "\n", OPEN, "\n"), (CLOSE,), _QWEN.arguments, _QWEN.rules
-)
-GLM_SYNTAX = CallSyntax(_glm_call, OPEN, (), (CLOSE, "\n", OPEN), (CLOSE,), _GLM.arguments, _GLM.rules)
+
+def _syntax(written: _Written, call: Callable[[str], tuple[tuple[str, ...], tuple[str, ...]]]) -> CallSyntax:
+    opening, closing = written.tags.call
+    lines = ("\n",) if written.tags.name[0] else ()  # before the name
+    between = (closing, "\n", opening, *lines)
+    return CallSyntax(call, opening, lines, between, (closing,), written.arguments, written.rules)
+
+
+QWEN_SYNTAX = _syntax(_QWEN, _qwen_call)
+SEED_SYNTAX = _syntax(_SEED, _qwen_call)
+GLM_SYNTAX = _syntax(_GLM, _glm_call)

@@ -17,7 +17,7 @@ from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
 from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
-from router.text.tool_formats.xml import GLM
+from router.text.tool_formats.xml import GLM, SEED
 from tests.support.tokenizers import byte_level
 from wire.grammars import LIMITS, grammar_problem, matcher_grammar
 from wire.request import Grammar, GrammarKind
@@ -34,7 +34,7 @@ TOOLS = [
 ]
 # The families' own names of tokens: special, and not.
 SPECIAL = [*mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
-ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value]
+ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value, *SEED.call]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
 
@@ -206,7 +206,8 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
         "$defs": {"n": {"type": "integer"}},
     }
     calls = CallsWanted([CalledTool("f", schema, True, "tools.0"), CalledTool("g", {}, False)], True, False)
-    formats = {name: OutputFormats("", drawn.tokens, (), name, "none") for name in ("qwen3_coder", "glm45")}
+    names = ("qwen3_coder", "seed_oss", "glm45")
+    formats = {name: OutputFormats("", drawn.tokens, (), name, "none") for name in names}
     grammars = {
         name: Grammar(GrammarKind.LARK, one.grammar("", calls, False)) for name, one in formats.items()
     }
@@ -215,6 +216,11 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
             "<tool_call>\n<function=f>\n<parameter=s>\na\nb\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
             "</function>\n</tool_call>",
             "<tool_call>\n<function=g>\n<parameter=any>\nx\n</parameter>\n</function>\n</tool_call>",
+        ),
+        "seed_oss": (
+            "<seed:tool_call>\n<function=f>\n<parameter=s>a\nb</parameter>\n<parameter=n>12</parameter>\n"
+            "</function>\n</seed:tool_call>",
+            "<seed:tool_call>\n<function=g>\n<parameter=any>x</parameter>\n</function>\n</seed:tool_call>",
         ),
         "glm45": (
             "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a\nb</arg_value>\n<arg_key>n</arg_key>\n"

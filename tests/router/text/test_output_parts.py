@@ -76,6 +76,13 @@ Q_F = """<tool_call>
 </function>
 </tool_call>
 """
+S_F = """<seed:tool_call>
+<function=f>
+<parameter=s>1
+2</parameter>
+<parameter=n>null</parameter>
+</function>
+</seed:tool_call>"""
 NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
 TO_F = "<|channel|>commentary to=functions.f"
 
@@ -146,6 +153,8 @@ CASES: list[tuple[str, str, Found]] = [
     ("qwen3_coder", Q_F, ("", "", [("f", '{"s": "1\\n2", "n": null, "o": {"x": [1]}, "z": true}')])),
     ("qwen3_coder", "Hm.\n<function=g>\n</function></tool_call>", ("", "Hm.", [G])),
     ("qwen3_coder", "<tool_call><function=g></function></tool_call>" * 2, ("", "", [G, G])),
+    ("seed_oss", f"Hm.\n{S_F}\n{S_F}\n", ("", "Hm.", [("f", '{"s": "1\\n2", "n": null}')] * 2)),
+    ("seed_oss", "<function=g>\n</function>\n</seed:tool_call>", ("", "", [G])),
     ("glm45", "Hm. <tool_call>g</tool_call>\n<tool_call>g\n</tool_call>", ("", "Hm.", [G, G])),
     (
         "glm45",
@@ -192,6 +201,7 @@ CASES: list[tuple[str, str, Found]] = [
             ("qwen3_coder", "<tool_call>\n<functions"),
             ("qwen3_coder", "<function=f oops>"),
             ("qwen3_coder", "<function=f>oops</function>"),
+            ("seed_oss", "<seed:tool_call>\nf</seed:tool_call>"),
             ("glm45", "<tool_call>\n</tool_call>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>oops"),
             ("pythonic", "[1] says"),
@@ -288,9 +298,23 @@ THOUGHTS: list[tuple[str, str, str, Found]] = [
     ("deepseek_r1", "</think>", "Yes.", ("", "Yes.", [])),
     ("magistral", "", "[THINK]Hm.[/THINK]Yes.", ("Hm.", "Yes.", [])),
     ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", ("Hm.", "Yes.", [])),
+    ("seed_oss", "<seed:think><seed:cot_budget_reflect>", "0.\n</seed:think>Yes.", ("0.", "Yes.", [])),
     ("kimi", "", "◁think▷Hm.◁/think▷Yes.", ("Hm.", "Yes.", [])),
     ("qwen3", "", f"<think>\nI call {HERMES_F}?</think>\n{HERMES_F}", (f"I call {HERMES_F}?", "", [F1])),
 ]
+
+
+def test_a_template_that_shows_calls_of_seed_oss() -> None:
+    markers = ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>")
+    tokens = {text: number for number, text in enumerate(markers)}
+    parsing = OutputFormats(f"</seed:think> {S_F}", tokens, tokens.values()).parsing("assistant\n", NAMES)
+    assert parsing is not None
+    assert parsing.kept == frozenset(tokens.values())
+    text = f"<seed:think>Hm.</seed:think>\nI look.\n{S_F}"
+    want = "Hm.", "I look.", [("f", '{"s": "1\\n2", "n": null}')]
+    for pieces in ([text], list(text)):
+        parser = parsing.parser(7)
+        assert found([part for piece in pieces for part in parser.feed(piece)] + parser.end()) == want
 
 
 @pytest.mark.parametrize(("reasoning", "prompt_end", "text", "want"), THOUGHTS)
