@@ -92,6 +92,8 @@ class PrivatePromptHook:
                 failure = RuntimeError(f"it timed out: {error}")
             except Exception as error:  # noqa: BLE001  raised where the answer is awaited
                 failure = error
+            except BaseException as error:  # noqa: BLE001  an exit ends neither the thread nor who awaits it
+                failure = RuntimeError(f"it raised {error!r}")
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ended, value, failure)
 

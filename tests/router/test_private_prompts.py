@@ -184,6 +184,17 @@ def test_calls_that_hang_do_not_hold_up_prompts_for_longer_than_their_time() -> 
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("text", ["it exits", "it is cancelled"])
+def test_a_call_that_ends_with_no_plain_exception_gives_back_its_place(text: str) -> None:
+    async def ask() -> None:
+        hook = PrivatePromptHook(HOOK, 5.0, CollectorRegistry())
+        asked = [hook.private_from("a", [], lambda _: text) for _ in range(20)]
+        assert await asyncio.gather(*asked) == [0] * 20
+        assert await hook.private_from("a", [], lambda _: "nothing") is None
+
+    asyncio.run(ask())
+
+
 def test_a_call_for_which_there_is_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 
 SECRET_WORD = "password"
@@ -16,6 +18,10 @@ def by_word(tenant: str, prompt: str, tokens: list[int]) -> int | None:
         raise ValueError("it fails")
     if "times out" in prompt:
         raise TimeoutError("something of its own")
+    if "exits" in prompt:
+        sys.exit(1)
+    if "is cancelled" in prompt:
+        raise asyncio.CancelledError
     if "hangs" in prompt:
         _STUCK.wait()
     if "nonsense" in prompt:
