@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import Any
 
 from common.errors import InvalidRequest
+from router.text import json_scanner
 
 MOST_TEXT = 4 << 20  # characters and values of a field
-DEEPEST = 64  # nesting of a field
+DEEPEST = json_scanner.DEEPEST + 8  # nesting of a field: a message has a call's arguments a few levels down
 
 
 class Chat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum, auto
+from typing import Any
 
 DEEPEST = 64  # arrays and objects in one another
 _SPACE = " \t\n\r"
@@ -16,6 +17,14 @@ _IN_SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ
 _LONGEST_SCALAR = 4096  # characters of a number
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def nests_deeper(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether a value that was read otherwise has more arrays and objects in one another."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(nests_deeper(one, levels - 1) for one in inner)
 
 
 class _Next(Enum):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from router.text.json_scanner import JsonScanner
+from router.text.json_scanner import JsonScanner, nests_deeper
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
 from router.text.output_source import Reading, Source, skip_space
 
@@ -178,6 +178,7 @@ def _object(value: str | None) -> str | None:
         return value
     inner = _text(value)
     try:
-        return inner if inner is not None and isinstance(json.loads(inner), dict) else None
+        parsed = None if inner is None else json.loads(inner)
     except (ValueError, RecursionError):
         return None
+    return inner if isinstance(parsed, dict) and not nests_deeper(parsed) else None

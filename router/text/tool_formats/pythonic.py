@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from router.text.json_scanner import nests_deeper
 from router.text.output_parts import CallArguments, Content
 from router.text.output_source import Reading, Source, accept, next_character, skip_space, until
 from router.text.tool_formats.calls import Calls
@@ -98,6 +99,8 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError
         given[keyword.arg] = ast.literal_eval(_WithJsonNames().visit(keyword.value))
+    if nests_deeper(given):
+        raise ValueError
     written = json.dumps(given, ensure_ascii=False, allow_nan=False)
     # Python leaves the halves of a pair of escapes apart: UTF-16 joins them. One alone is no character.
     return ast.unparse(node.func), written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.text.json_scanner import nests_deeper
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
 from router.text.output_source import Reading, Source, accept, skip_space, through, until, word
 from router.text.tool_formats.calls import Calls
@@ -129,18 +130,19 @@ def _of(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _json(value: str, schema: Any) -> str:
-    """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON."""
+    """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON. What nests
+    deeper than calls may is a text, too."""
     text = value.removeprefix("\n").removesuffix("\n")
     types = types_of(schema)
     if types != {"string"}:
         bare = text.strip()
         bare = _PYTHONS.get(bare, bare)
         try:
-            json.loads(bare, parse_constant=_no_number)
+            parsed = json.loads(bare, parse_constant=_no_number)
         except (ValueError, RecursionError):
             pass
         else:
-            if "string" not in types or bare == "null":
+            if ("string" not in types or bare == "null") and not nests_deeper(parsed):
                 return bare
     return json.dumps(text, ensure_ascii=False)
 

@@ -42,7 +42,7 @@ class Scripted:
         self.output = ""
         self.router = start_router(directory, path)
         self.worker = FakeWorker(
-            Role.DECODE, self.router.mailbox, max_context=4096, token=self._token, eos_token=self._end
+            Role.DECODE, self.router.mailbox, max_context=8192, token=self._token, eos_token=self._end
         )
         self.router.wait_for_workers(1)
 
@@ -93,6 +93,17 @@ def test_whole(scripted: Scripted) -> None:
         {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"},
     ]
     assert scripted.post(messages=history, tools=TOOLS).status_code == 200
+
+
+def test_a_call_that_nests_as_deep_as_any_can_be_given_back(scripted: Scripted) -> None:
+    arguments = '{"a": ' + "[" * 63 + "]" * 63 + "}"
+    scripted.output = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    message = scripted.choice(tools=TOOLS)["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+    history = [*CHAT, message, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    answer = scripted.post(messages=history, tools=TOOLS)
+    assert answer.status_code == 200, answer.text
 
 
 def test_streamed(scripted: Scripted) -> None:

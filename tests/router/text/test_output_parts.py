@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from router.api.event_json import encode_event
+from router.text.chat import Chat
 from router.text.json_scanner import JsonScanner
+from router.text.messages import with_parsed_arguments
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
 
@@ -280,6 +282,33 @@ def test_all_this_behind_thoughts(tools: str, text: str, want: Found) -> None:
     if len(text) < 2000:
         assert found(parts_of([*thoughts, *text], tools, "qwen3")) == want
     assert found(parts_of([thoughts + text], tools, "qwen3")) == want
+
+
+DEEP: dict[str, tuple[str, int]] = {  # how a call is written, and the deepest lists that it tells as such
+    "hermes": ('<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>', 63),
+    "qwen": ('<tool_call>{"arguments": "{\\"a\\": %s}", "name": "f"}</tool_call>', 63),
+    "llama3_json": ('{"name": "f", "parameters": {"a": %s}}', 63),
+    "mistral": ('[TOOL_CALLS]f[ARGS]{"a": %s}', 63),
+    "deepseek_v31": (f'{D_BEGIN}{D_CALL}f{D_SEP}{{"a": %s}}{D_CALL_END}{D_END}', 63),
+    "pythonic": ("[f(a=%s)]", 63),
+    "qwen3_coder": ("<function=f>\n<parameter=a>%s</parameter>\n</function>", 64),
+    "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>", 64),
+    "openai": ('<|channel|>commentary to=functions.f<|message|>{"a": %s}<|call|>', 63),
+}
+
+
+@pytest.mark.parametrize("tools", DEEP)
+def test_the_deepest_call_that_is_told_can_be_given_back(tools: str) -> None:
+    written, deepest = DEEP[tools]
+    for levels in (deepest, deepest + 1, 400):
+        lists = "[" * levels + "]" * levels
+        calls = [
+            call for call in found(parts_of([written % lists], tools))[2] if call[1] == f'{{"a": {lists}}}'
+        ]
+        assert len(calls) == (levels == deepest)
+        for name, arguments in calls:
+            call = {"id": "c", "function": {"name": name, "arguments": arguments}}
+            Chat([with_parsed_arguments({"role": "assistant", "tool_calls": [call]}, "messages.0")])
 
 
 THOUGHTS: list[tuple[str, str, str, Found]] = [
