@@ -279,7 +279,6 @@ class Generation:
         if self._error is None and self._running:
             self._error = error
             self._stop(f"another choice failed: {error}", "error")
-            self._wake()
 
     def interrupt(self, error: BatonError) -> None:
         """End the request here with an error, and leave its rooms to another router."""
@@ -287,14 +286,12 @@ class Generation:
             self._error = error
             self._rooms.leave()
             self._end_all("interrupted")
-            self._wake()
 
     def cancel(self) -> None:
         """The client has gone: stop what still runs. Repeats change nothing."""
         if self._running:
             self._client_left = True
             self._stop("the client has gone", "abort")
-            self._wake()
 
     def close(self) -> None:
         """Stop what still runs, and let go of the error: its traceback leads back here. Ask nothing after."""
@@ -322,14 +319,18 @@ class Generation:
     def _end_all(self, end: str) -> None:
         self.ends += [end] * self._running
         self._running = 0
-        self._observer.ended(self)
+        self._end()
 
     def _close_one(self, end: str) -> None:
         if self._running:
             self._running -= 1
             self.ends.append(end)
             if not self._running:
-                self._observer.ended(self)
+                self._end()
+
+    def _end(self) -> None:
+        self._wake()  # first: nobody wakes the task later, should the observer fail
+        self._observer.ended(self)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

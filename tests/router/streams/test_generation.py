@@ -132,6 +132,31 @@ def test_an_interrupted_request_leaves_its_rooms(model: Path) -> None:
     asyncio.run(run())
 
 
+def test_who_waits_is_woken_at_the_end_though_the_observer_fails(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(self: Request, _: Generation) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Request, "ended", ended)
+
+    async def run() -> None:
+        whole, failed = Request(model), Request(model)
+        waiting = [asyncio.create_task(request.generation.more()) for request in (whole, failed)]
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="a bug"):
+            whole.outputs[0].on_tokens(gained(70, FinishReason.LENGTH), 0)
+        with pytest.raises(ValueError, match="a bug"):
+            failed.outputs[0].on_error(Unavailable("gone"))
+        async with asyncio.timeout(5):
+            assert await waiting[0]
+            with pytest.raises(Unavailable):
+                await waiting[1]
+        assert not await whole.generation.more()
+
+    asyncio.run(run())
+
+
 def test_a_stop_string_ends_a_choice_with_the_token_that_completes_it(model: Path) -> None:
     async def run() -> None:
         tokenization = Tokenization(model)
