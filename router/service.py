@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -62,6 +63,8 @@ from wire.mailbox import Mail
 from wire.messages import CacheCleared, Claimed, Inspect, Inspected, TenantForgotten
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _CLAIM_TIMEOUT_S = 2.0  # then a stream is computed again
@@ -341,16 +344,18 @@ class Router:
     def _on_mail(self, batch: list[Mail]) -> None:
         now = time.monotonic()
         for mail in batch:
-            self._unanswered.heard(mail.sender)
-            if (
-                self._dispatcher.take(mail, now)
-                or self.membership.take(mail, now)
-                or self.responses.take(mail)
-            ):
-                pass
-            elif isinstance(mail.message, Claimed):
-                self._claims.take(mail.sender, mail.message)
-            elif isinstance(mail.message, Inspected | CacheCleared | TenantForgotten):
-                self._inspections.answer(mail.message)
-            elif isinstance(mail.message, Inspect):
-                self._processes.answer(mail.sender, mail.message)
+            try:
+                self._take(mail, now)
+            except Exception:  # others wait for the rest of the batch
+                log.exception("%s from %s cannot be taken", type(mail.message).__name__, mail.sender)
+
+    def _take(self, mail: Mail, now: float) -> None:
+        self._unanswered.heard(mail.sender)
+        if self._dispatcher.take(mail, now) or self.membership.take(mail, now) or self.responses.take(mail):
+            return
+        if isinstance(mail.message, Claimed):
+            self._claims.take(mail.sender, mail.message)
+        elif isinstance(mail.message, Inspected | CacheCleared | TenantForgotten):
+            self._inspections.answer(mail.message)
+        elif isinstance(mail.message, Inspect):
+            self._processes.answer(mail.sender, mail.message)

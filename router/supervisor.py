@@ -7,6 +7,7 @@ the options name one, starts a process again that has ended, and has the pages o
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,8 @@ from wire.messages import Inspect, Inspected
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 from wire.sockets import Mail
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 
@@ -94,12 +97,18 @@ class Supervisor:
     def _on_mail(self, batch: list[Mail]) -> None:
         now = time.monotonic()
         for mail in batch:
-            if self._directory is not None and self._directory.handle(mail, now):
-                pass
-            elif isinstance(mail.message, Inspected):
-                self._inspections.answer(mail.message)
-            elif isinstance(mail.message, Inspect):
-                self._group.answer(mail.sender, mail.message)
+            try:
+                self._take(mail, now)
+            except Exception:  # others wait for the rest of the batch
+                log.exception("%s from %s cannot be taken", type(mail.message).__name__, mail.sender)
+
+    def _take(self, mail: Mail, now: float) -> None:
+        if self._directory is not None and self._directory.handle(mail, now):
+            return
+        if isinstance(mail.message, Inspected):
+            self._inspections.answer(mail.message)
+        elif isinstance(mail.message, Inspect):
+            self._group.answer(mail.sender, mail.message)
 
     def _on_peer(self, address: str, state: PeerState) -> None:
         """Leases and exit codes tell who is gone."""
