@@ -9,6 +9,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import BatonError, ConfigError
 from router.request_metrics import cause_of
@@ -33,6 +34,21 @@ class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_s: float | None = None
     kv_bytes: int = 0  # as far as workers have said
     prompts: list[str] | None = None
+
+    def __add__(self, later: Generated) -> Generated:
+        """With what a later part of the same request has come to."""
+        return replace(
+            self,
+            choices=self.choices + later.choices,
+            prompt_tokens=self.prompt_tokens + later.prompt_tokens,
+            cached_tokens=self.cached_tokens + later.cached_tokens,
+            output_tokens=self.output_tokens + later.output_tokens,
+            ends=self.ends + later.ends,
+            workers=self.workers + later.workers,
+            restarts=self.restarts + later.restarts,
+            kv_bytes=self.kv_bytes + later.kv_bytes,
+            prompts=None if self.prompts is None else self.prompts + (later.prompts or []),
+        )
 
 
 class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -245,6 +245,7 @@ class Router:
         self, submission: Submission, assignment: Assignment, answer: Answer, resumed: Resumed | None = None
     ) -> Generation:
         """Start a request. Raises Overloaded when there is no place for it, or when it would be too late.
+        A later part of a request that was taken waits for places instead.
 
         With `resumed`, the answer is given what its client does not have yet.
         """
@@ -252,17 +253,19 @@ class Router:
         ended = {} if resumed is None else resumed.ended()
         found = {} if resumed is None else resumed.found
         running = [index for index in range(submission.choice_count) if index not in ended]
-        if not found:
+        refusable = not found and not assignment.continues
+        if refusable:
             assignment.admission.check(len(running))
         requests = self.models[submission.model].requests.make(submission, assignment.version.placer)
         judged = None
-        if running and not found:
+        if running and refusable:
             judged = assignment.admission.judge(requests[running[0]][1], now)
         numbers = [requests[index][0].room for index in running]
         log = RequestLog(self.traces, self.metrics, assignment)
         log.submitted(submission, numbers)
         dispatcher.assignments.add(numbers, assignment)
         generation = Generation(submission, answer, OpenRooms(dispatcher, numbers), log, ended)
+        generation.accepted = assignment.continues
         rooms = []
         for index in running:
             sink = self._make_sink(generation.choices[index], generation, resumed)

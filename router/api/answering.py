@@ -22,6 +22,7 @@ from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumption
 from router.streams.resumed_output import Resumed
+from router.text.long_texts import LONG
 from router.text.output_formats import Parsing
 from wire.request import NO_MARKS, OutputDelta, PromptMarks, SamplingParams
 
@@ -60,17 +61,28 @@ def is_batch(given: Any) -> bool:
 
 
 async def encode_prompts(
-    model: Model, given: Any, param: str, n: int, add_special_tokens: bool, any_length: bool = False
+    model: Model,
+    given: Any,
+    param: str,
+    n: int,
+    add_special_tokens: bool,
+    any_length: bool = False,
+    most: int = MOST_ROOMS,
 ) -> list[list[int]]:
     """Token ids of each prompt, or of the only one. Raises InvalidRequest for ids outside the vocabulary, and
-    for no choice or too many (`n` of each prompt); and what Model.encode raises."""
+    for no choice or more than `most` (`n` of each prompt); and what Model.encode raises."""
     prompts: list[list[int]] = []
+    at_once = 0  # characters or tokens since other requests had their turn
     batch = given if is_batch(given) else [given]
     if not batch:
         raise InvalidRequest("there is no prompt", param)
-    if len(batch) * n > MOST_ROOMS:
-        raise InvalidRequest(f"{len(batch)} prompts with n={n} are more than {MOST_ROOMS} choices", "n")
+    if len(batch) * n > most:
+        raise InvalidRequest(f"{len(batch)} prompts with n={n} are more than {most} choices", "n")
     for prompt in batch:
+        at_once += len(prompt)
+        if at_once > LONG:  # as long for the event loop as one text that goes to a thread
+            await asyncio.sleep(0)
+            at_once = len(prompt)
         if isinstance(prompt, str):
             prompts.append(await model.encode(prompt, add_special_tokens, param, any_length))
         else:
@@ -190,7 +202,8 @@ def _tell(router: Router, request: HttpRequest, generation: Generation) -> None:
         return
     decode = router.model(submission.model).tokenization.decode
     prompts = [decode(prompt, False) for prompt in submission.prompts] if lines.with_prompts else None
-    request.generated = generated(generation, router.traces.get(submission.request_id), prompts)
+    told = generated(generation, router.traces.get(submission.request_id), prompts)
+    request.generated = told if request.generated is None else request.generated + told
     request.error = error_name(generation.error)
 
 

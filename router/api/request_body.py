@@ -27,6 +27,7 @@ from wire.sampling_ranges import (
 
 LONGEST_LABEL = 256  # characters
 MOST_PROMPTS = 256
+MOST_INPUTS = 2048  # of a request for vectors, as OpenAI takes them
 MOST_ROOMS = 1024  # of a request: prompts x n
 MOST_TOKENS = 1 << 22  # of a prompt; what the model serves is less
 _MOST_FIELDS = 128
@@ -45,6 +46,12 @@ Texts = Annotated[list[Text], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(max_length=MOST_TOKENS, fail_fast=True)]
 TokenLists = Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Prompts = Text | Texts | Tokens | TokenLists
+Inputs = (
+    Text
+    | Annotated[list[Text], Field(max_length=MOST_INPUTS, fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(max_length=MOST_INPUTS, fail_fast=True)]
+)
 OutputLength = Annotated[int, Field(ge=1, lt=2**31)]
 Bias = Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]
 Body = TypeVar("Body", bound=BaseModel)

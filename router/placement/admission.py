@@ -138,7 +138,8 @@ class Admission:
     ) -> list[tuple[int, Overloaded]]:
         """End the rooms that have waited too long, and return them with their errors.
 
-        Rooms of an accepted request stay: another choice of it runs, and would be lost with them.
+        Rooms of an accepted request stay: other choices of it run or have ended, and would be lost with
+        them.
         """
         late = []
         for waiting in self._queue:

@@ -33,6 +33,7 @@ class Assignment:
         self.version = version
         self.key = key
         self.fixed = False  # the request has output
+        self.continues = False  # a part of the request was answered: the rest is not refused any more
         self.rooms: set[int] = set()  # that are not over
         self.admission = version.admission  # also if the version changes: a room has its turn once
         self._page_tokens = version.placer.page_tokens  # of which its prompts' hashes are
@@ -43,6 +44,17 @@ class Assignment:
             self.fixed = True
             self.version.streams += 1
             self.version.health.note(True)
+
+    def next_part(self) -> Assignment:
+        """For further rooms of the request when these are over. Submit at once after it.
+
+        Raises Unavailable when the version is not known any more.
+        """
+        if self.version not in self.model.all:
+            raise version_gone(self.model.name)
+        following = Assignment(self.model, self.version, self.key)
+        following.fixed = following.continues = True
+        return following
 
     @property
     def is_outlived(self) -> bool:

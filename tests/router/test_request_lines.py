@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from common.errors import ConfigError, Overloaded
 from router.request_lines import RequestLine, RequestLines, error_name, generated
@@ -54,3 +55,7 @@ def test_a_line_has_the_workers_of_each_epoch_and_why_each_choice_ended(model: P
     assert told.workers == [["p0", "d0"], ["d1"]]
     assert (told.restarts, told.prompts, told.ttft_s) == (1, None, None)
     assert error_name(Overloaded("full", 1.0, "places")) == "overloaded_places"
+    both = replace(told, ttft_s=0.5, prompts=["a"]) + replace(told, ttft_s=2.0, prompts=["b"], kv_bytes=9)
+    assert (both.choices, both.ends, both.workers) == (4, told.ends * 2, told.workers * 2)
+    assert (both.restarts, both.ttft_s, both.prompts, both.kv_bytes) == (2, 0.5, ["a", "b"], 9)
+    assert (told + told).prompts is None

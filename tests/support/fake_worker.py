@@ -69,7 +69,7 @@ from wire.retransmitter import RetransmitKey, Retransmitter
 from wire.stages import RequestStage, Stamp, stamp
 
 VOCABULARY = 256
-VECTOR = struct.pack("<4f", 3.0, 4.0, 0.0, 12.0)  # of every prompt
+VECTOR = struct.pack("<4f", 3.0, 4.0, 0.0, 12.0)  # of every prompt, if nothing else is said
 _ids = itertools.count(1)
 
 
@@ -139,6 +139,7 @@ class FakeWorker:
         step_s: float = 0.0,
         prefill_s: float = 0.0,
         token: Callable[[bytes, int, int], int] = token_at,
+        vector: Callable[[bytes], bytes] = lambda _prompt: VECTOR,
         eos_at: int | None = None,
         eos_token: int | None = None,
         load: WorkerLoad | None = None,
@@ -186,6 +187,7 @@ class FakeWorker:
         self._step_s = step_s
         self._prefill_s = prefill_s
         self._token = token
+        self._vector = vector
         self._eos_at = eos_at
         self._eos_token = eos_token
         self._cached = cached_tokens
@@ -447,7 +449,9 @@ class FakeWorker:
         if start == 0 and request.sampling.prompt_logprobs is not None:
             prompt = unpack_tokens(request.prompt).tolist()
             scores = [TokenLogprobs(-0.125, [(token, -0.125)]) for token in prompt[1:]]
-        pooled = VECTOR if start == 0 and request.sampling.pooling is not None else None
+        pooled = None
+        if start == 0 and request.sampling.pooling is not None:
+            pooled = self._vector(request.prompt)
         return TokenRun(
             request.room, request.epoch, start, tokens, logprobs, finish, self._cached, scores, pooled
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
+from pathlib import Path
 
 SECRET_WORD = "password"
+HOOK_PIPE = "BATON_TEST_HOOK_PIPE"  # the environment variable that names it
 _STUCK = threading.Event()  # nobody sets it
 
 
@@ -29,3 +32,11 @@ def by_word(tenant: str, prompt: str, tokens: list[int]) -> int | None:
     if "negative" in prompt:
         return -1
     return 1 if SECRET_WORD in prompt else None
+
+
+def when_told(tenant: str, prompt: str, tokens: list[int]) -> int | None:
+    """Nothing is private. A prompt with the token 0 waits for a byte in a named pipe."""
+    if 0 in tokens:
+        with Path(os.environ[HOOK_PIPE]).open("rb", buffering=0) as pipe:
+            pipe.read(1)
+    return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.api.chat_fields import MOST_MESSAGES
-from router.api.request_body import LONGEST_LABEL, MOST_PROMPTS, MOST_ROOMS
+from router.api.request_body import LONGEST_LABEL, MOST_INPUTS, MOST_PROMPTS, MOST_ROOMS
 from router.api.tool_fields import MOST_TOOLS
 from router.text.chat import MOST_TEXT, Chat
 from router.text.tokenization import Tokenization
@@ -81,7 +81,8 @@ _CHATS: list[tuple[dict[str, Any], str, str]] = [
         ("/generate", {"input_ids": [[1]] * (MOST_PROMPTS + 1)}, "input_ids", f"at most {MOST_PROMPTS}"),
         ("/generate", {"text": ["a"] * 9, "sampling_params": {"n": 128}}, "n", f"more than {MOST_ROOMS}"),
         ("/generate", {"text": []}, "text", "no prompt"),
-        ("/v1/embeddings", {"input": ["a"] * (MOST_PROMPTS + 1)}, "input", f"at most {MOST_PROMPTS}"),
+        ("/v1/embeddings", {"input": ["a"] * (MOST_INPUTS + 1)}, "input", f"at most {MOST_INPUTS}"),
+        ("/v1/embeddings", {"input": [[1]] * (MOST_INPUTS + 1)}, "input", f"at most {MOST_INPUTS}"),
         ("/v1/responses", {"input": [USER] * (MOST_MESSAGES + 1)}, "input", f"at most {MOST_MESSAGES}"),
         ("/v1/responses", {"input": [{**USER, "content": nested(300)}]}, "input", "valid"),
         (

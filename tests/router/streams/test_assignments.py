@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 
 from common.errors import Unavailable
@@ -208,5 +209,26 @@ def test_a_version_whose_streams_go_well_or_whose_worker_is_lost_is_not_held_bac
         assert not desk.versions.all[0].held_back, "ten of nineteen went well"
         leaves(desk, D, E, NEW)
         assert not desk.versions.all[0].held_back, "a host that dies says nothing about the weights"
+
+    run(test)
+
+
+def test_a_later_part_of_a_request_stays_on_the_version_of_the_first() -> None:
+    def test() -> None:
+        desk = Desk(D)
+        first = Assignment(desk.versions, desk.versions.all[0])
+        desk.open(1, assignment=first)
+        desk.tokens(D, 1, 7)
+        desk.dispatcher.stop([1], "it is over")
+        desk.models.update([D, NEW], time.monotonic())
+        sink = desk.open(2, assignment=first.next_part())
+        assert desk.on(D, Decode, 0) == {1, 2}
+        leaves(desk, D, NEW)
+        assert desk.on(NEW, Decode, 1) == set()
+        assert sink.error is None
+        desk.dispatcher.stop([2], "it is over")
+        desk.models.update([NEW], time.monotonic())
+        with pytest.raises(Unavailable, match="not served any more"):
+            first.next_part()
 
     run(test)
