@@ -40,6 +40,7 @@ from wire.messages import (
     Timeline,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.stages import RequestStage
 from worker.holds import QuarantineOwner
@@ -147,9 +148,10 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         )
         self.questions.ask(room.prefill, target, now)
 
-    def on_lost(self, address: str) -> None:
-        super().on_lost(address)
-        self._moves.on_lost(address)
+    def on_peer(self, address: str, state: PeerState, is_lost: bool) -> None:
+        super().on_peer(address, state, is_lost)
+        if is_lost:
+            self._moves.on_lost(address)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
 

@@ -220,12 +220,6 @@ class Pages:
         if self.window is not None:  # no launched forward starts before the committed length
             self.memory.free({"window": self.window.slide(row_of(req), req.kv_committed_len)})
 
-    @property
-    def will_free(self) -> bool:
-        """Whether pages become free, or evictable, without a forward: they are being copied, or sent. Each of
-        these ends in bounded time, and whoever ends it wakes the loop."""
-        return self.lower.will_free or bool(self.deferred.pages())
-
     def cut_points(self, req: Req, total: int) -> tuple[int, ...]:
         """Lengths below `total` at which the cache wants a forward of this request to end."""
         return self.memory.cache.cut_points(req, total)

@@ -156,9 +156,9 @@ class Scheduler:
 
     def _unblock(self) -> bool:
         """Nothing could be done: retract a prefill that waits for window pages, if nothing will free any. No
-        forward will."""
-        chunked = self._requests.chunked
-        if chunked is None or self._pages.will_free:
+        forward will; what copies or sends pages ends in bounded time, and then wakes the loop."""
+        chunked, pages = self._requests.chunked, self._pages
+        if chunked is None or pages.lower.will_free or pages.deferred.pages():
             return False
         self._requests.retract(chunked)
         self.metrics.retracted += 1

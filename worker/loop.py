@@ -24,7 +24,6 @@ from kvcache.memory import MemoryReport
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
-from wire.peer_monitors import PeerState
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
 from worker.figures import LoadLook, worker_figures
@@ -253,7 +252,7 @@ class Worker:
         for mail in mails:
             self._mail.handle(mail)
         for address, state in self._services.mailbox.take_peers().items():
-            self._on_peer(address, state, time.monotonic())
+            self._role.on_peer(address, state, self._lost_peers.is_lost(address, state, began_at))
         now = time.monotonic()
         self._role.poll(now)
         self._role.lending.poll(now)
@@ -269,16 +268,6 @@ class Worker:
             self._sweep(self._beat_at)
         self._idle_check.turn(not busy and self._scheduler.idle, self._beat_at)
         return busy
-
-    def _on_peer(self, address: str, state: PeerState, now: float) -> None:
-        """A mailbox to which this worker is connected has come up or gone down, or is so still."""
-        if self._lost_peers.is_lost(address, state, now):
-            self._services.transfer.on_lost(address)
-            self._role.on_lost(address)
-        elif state is PeerState.UP:
-            self._services.transfer.on_up(address)
-        self._role.on_peer(address, state)
-        self._role.orphans.on_peer(address, state, now)
 
     def _publish(self) -> None:
         """Publish what the cache did in this turn, and a snapshot of it when a router needs one."""

@@ -159,16 +159,18 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     # -- what is the same in every role --------------------------------------------------------------
 
-    def on_peer(self, address: str, state: PeerState) -> None:
+    def on_peer(self, address: str, state: PeerState, is_lost: bool) -> None:
         """A mailbox to which this worker is connected has come up or gone down, or is so still: a router's or
-        a worker's."""
+        a worker's. `is_lost`: it was not known to be down, and what is being written there is in vain."""
         now = time.monotonic()
+        if is_lost:
+            self.transfer.on_lost(address)
+            self.lending.on_lost(address)
+        elif state is PeerState.UP:
+            self.transfer.on_up(address)
         self.questions.on_peer(address, state, now)
         self.fetching.on_peer(address, state, now)
-
-    def on_lost(self, address: str) -> None:
-        """A mailbox that was not known to be down has gone down: what is being written there is in vain."""
-        self.lending.on_lost(address)
+        self.orphans.on_peer(address, state, now)
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""

@@ -278,7 +278,8 @@ class Generation:
         """One choice failed: so has the request, and the other choices are stopped."""
         if self._error is None and self._running:
             self._error = error
-            self._stop(f"another choice failed: {error}", "error")
+            self._rooms.stop(f"another choice failed: {error}")
+            self._end_all("error")
 
     def interrupt(self, error: BatonError) -> None:
         """End the request here with an error, and leave its rooms to another router."""
@@ -291,7 +292,8 @@ class Generation:
         """The client has gone: stop what still runs. Repeats change nothing."""
         if self._running:
             self._client_left = True
-            self._stop("the client has gone", "abort")
+            self._rooms.stop("the client has gone")
+            self._end_all("abort")
 
     def close(self) -> None:
         """Stop what still runs, and let go of the error: its traceback leads back here. Ask nothing after."""
@@ -311,10 +313,6 @@ class Generation:
     def output_tokens(self) -> int:
         """Over all choices."""
         return sum(choice.output_tokens for choice in self.choices)
-
-    def _stop(self, reason: str, end: str) -> None:
-        self._rooms.stop(reason)
-        self._end_all(end)
 
     def _end_all(self, end: str) -> None:
         self.ends += [end] * self._running
