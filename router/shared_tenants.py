@@ -62,12 +62,14 @@ class SharedTenants:
         async with self._turn:
             said = self._next(tenant)
             await self._keep(self.settings.with_told(Settings(tenants={tenant: said})))
+        if tenant not in self.settings.tenants:  # other routers have filled the file meanwhile
+            raise _too_many()
         return said
 
     def _next(self, tenant: str) -> TenantGeneration:
         before = self.settings.tenants.get(tenant)
         if before is None and len(self.settings.tenants) >= MOST_SETTINGS:
-            raise InvalidRequest(f"{MOST_SETTINGS} tenants were forgotten: no more are remembered", "tenant")
+            raise _too_many()
         # A generation that nobody has had, also when those of before are not known any more.
         revision, older = int(time.time() * _MS), [0]
         if before is not None:
@@ -104,3 +106,7 @@ class SharedTenants:
         if self._file is not None:
             known = await self._file.add(known)
         self.settings = self.settings.with_told(known)
+
+
+def _too_many() -> InvalidRequest:
+    return InvalidRequest(f"{MOST_SETTINGS} tenants were forgotten: no more are remembered", "tenant")

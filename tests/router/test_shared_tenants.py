@@ -146,6 +146,16 @@ def test_no_more_are_forgotten_than_are_remembered() -> None:
     assert forget(tenants, "t5").revision > 1
 
 
+def test_a_file_that_others_have_filled_takes_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "tenants"
+    one, other = SharedTenants(path), SharedTenants(path)
+    flood = {f"t{number}": number + 1 for number in range(MOST_SETTINGS)}
+    asyncio.run(take(other, **flood))
+    with pytest.raises(InvalidRequest):
+        forget(one, "one more")
+    assert one.generation("one more") == 0
+
+
 def test_an_operator_hears_whether_the_directory_knows() -> None:
     async def run() -> None:
         tenants = SharedTenants(None)
