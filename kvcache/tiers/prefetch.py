@@ -64,10 +64,11 @@ class Prefetch:
     def serves(self, digests: Sequence[PageDigest]) -> bool:
         """Whether it brings all that a prompt of these pages wants. Of a longer prompt that holds if there is
         one group: the others are read for the end alone. A longer one that is stopped is left to end."""
-        is_part = len(digests) < len(self.digests) and len(self.stored.groups) == 1 and not self.is_stopped
-        return (is_part or len(digests) == len(self.digests)) and digests[-1] == self.digests[
-            len(digests) - 1
-        ]
+        if len(digests) != len(self.digests):
+            is_longer = len(digests) < len(self.digests)
+            if not is_longer or len(self.stored.groups) > 1 or self.is_stopped:
+                return False
+        return digests[-1] == self.digests[len(digests) - 1]
 
     def join(self, user: Hashable, deadline: float) -> None:
         """The user wants it, too, and waits until `deadline`. If nobody wanted it any more, it goes on."""
