@@ -94,9 +94,7 @@ class ByteLevelDetokenizer:
         self._decoder = _Utf8("replace")
 
     def follow(self, prompt: Sequence[int]) -> None:
-        """The prompt may end within a character."""
-        for token in _last_shown(prompt, self._skipped, _LONGEST_CHARACTER - 1):
-            self.push(token)
+        """The bytes of a token do not depend on what is before it."""
 
     def push(self, token: int) -> str:
         if token in self._skipped:
@@ -119,8 +117,6 @@ class ByteFallbackDetokenizer:
     def follow(self, prompt: Sequence[int]) -> None:
         if _last_shown(prompt, self._skipped, 1):
             self._strip = False
-        for token in _last_shown(prompt, self._skipped, _LONGEST_CHARACTER - 1):
-            self.push(token)
 
     def push(self, token: int) -> str:
         if token in self._skipped:
