@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
@@ -94,19 +95,8 @@ class Router:
         traces, index, secret = TraceStore(self.tracing), GlobalIndex(), options.secret()
         curve = curve_for(secret)
         self.traces, self._numbers = traces, RoomNumbers()
-
-        def make_version(broken_pairs: BrokenPairs) -> tuple[Placer, Admission]:
-            policy = make_policy(
-                options.policy,
-                options.weights,
-                options.prefill_on_decode_tokens,
-                peer_fetch=options.peer_fetch,
-            )
-            placer = Placer(index, policy, options.expect_s, self._on_assigned, broken_pairs)
-            return placer, Admission(options, placer)
-
         weights = {one.served_model_name: one.version_weights for one in options.served}
-        self._versions = Models(weights, make_version)
+        self._versions = Models(weights, partial(_make_version, options, index, self._on_assigned))
         self._long_texts = LongTexts()
         shared_tenants = SharedTenants(options.tenant_generations)
         self.models = {
@@ -362,3 +352,17 @@ class Router:
             self._inspections.answer(mail.message)
         elif isinstance(mail.message, Inspect):
             self._processes.answer(mail.sender, mail.message)
+
+
+def _make_version(
+    options: RouterOptions,
+    index: GlobalIndex,
+    on_assigned: Callable[[WorkerLoadEstimate], None],
+    broken_pairs: BrokenPairs,
+) -> tuple[Placer, Admission]:
+    """What chooses the workers of one version of a model, and who may use them."""
+    policy = make_policy(
+        options.policy, options.weights, options.prefill_on_decode_tokens, peer_fetch=options.peer_fetch
+    )
+    placer = Placer(index, policy, options.expect_s, on_assigned, broken_pairs)
+    return placer, Admission(options, placer)

@@ -16,7 +16,7 @@ from wire.records import Role
 from wire.stages import Stamp
 
 _KEPT = 2048  # that have ended
-_MOST = 65_536  # with those that have not: routers are given no more requests at once
+_MOST = 65_536  # with those that have not: a bound, should the end of some never be told
 _MOST_STEPS = 1024  # of a request: at most 16 MiB of all
 
 

@@ -312,15 +312,13 @@ class PeerSockets:
         send_heartbeats(socket)
         try:
             self._monitors.add(address, socket)
-        except zmq.ZMQError as error:  # no descriptors are left
+            try:
+                socket.connect(parsed.endpoint)
+            except zmq.ZMQError:
+                self._monitors.remove(address)
+                raise
+        except zmq.ZMQError as error:  # the address is none, or no descriptors are left
             self._quiet.warning("cannot connect to a peer at %r: %s", address, error)
-            socket.close(linger=0)
-            return None
-        try:
-            socket.connect(parsed.endpoint)
-        except zmq.ZMQError as error:
-            self._quiet.warning("cannot connect to a peer at %r: %s", address, error)
-            self._monitors.remove(address)
             socket.close(linger=0)
             return None
         now = time.monotonic()
