@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,11 +121,20 @@ class EngineRig:
         return time.perf_counter() - started
 
     def decode_steps(
-        self, batch: int, context: int, steps: int, grammar: Grammar | None = None
+        self,
+        batch: int,
+        context: int,
+        steps: int,
+        grammar: Grammar | None = None,
+        on_prefilled: Callable[[], object] = lambda: None,
     ) -> list[float]:
-        """Seconds of each of `steps` decode steps whose contexts are `context` tokens long in the middle."""
+        """Seconds of each of `steps` decode steps whose contexts are `context` tokens long in the middle.
+
+        `on_prefilled` is called when the contexts have been computed.
+        """
         rooms = [self._add(self.draw(context - steps // 2), steps + 2, grammar) for _ in range(batch)]
         self._run_until(rooms, 2)
+        on_prefilled()
         times = []
         if self._decoder is not None:
             self._decoder.start_profile()

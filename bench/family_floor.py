@@ -4,9 +4,10 @@ Four families in the widths of published models, with fewer layers and experts a
 that each takes about 2 GB: seeded bfloat16 noise, context 512, real scheduler steps, sampler included.
 
 decode floor    (the bytes of all weights that a step needs, of a mixture those of the chosen experts, + the
-                rows' KV, + their states twice) / best read bandwidth of the same threads over 1 GiB
+                rows' KV, + their states twice) / best read bandwidth of the same threads over 1 GiB, right
+                before and after the steps
 
-`ratios`: `<family>_b1`, `<family>_b8`: floor time / our time, both medians of alternate measurements.
+`ratios`: `<family>_b1`, `<family>_b8`: floor time / our time, medians of alternate measurements.
 `values`: milliseconds a step, experts read a layer, megabytes a step.
 """
 
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3
 
 from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
-from bench.floor import CONTEXT, DECODE_STEPS, ReadBandwidth
+from bench.floor import CONTEXT, DECODE_STEPS, DecodeStep, ReadBandwidth
 from bench.make_model import VOCAB_SIZE, make_model
 
 BATCHES = (1, 8)
@@ -148,26 +147,20 @@ def measure(config: PretrainedConfig, threads: int, rounds: int) -> tuple[dict[s
         make_model(Path(directory), config)
         weights = Weights(config)
         with EngineRig(directory, threads) as rig:
-            sides: dict[str, Callable[[], float]] = {"read": ReadBandwidth()}
-            for batch in BATCHES:
-                sides[f"b{batch}"] = partial(step_seconds, rig, batch)
-            alternate(sides, 1)  # warm-up
-            took = medians(alternate(sides, rounds))
-            ratios, values = {}, {"read_gb_s": round(took["read"] / 1e9, 1)}
+            read = ReadBandwidth()
+            steps: dict[str, DecodeStep] = {}
+            values: dict[str, float] = {}
             for batch in BATCHES:
                 experts = experts_read(rig, batch)
-                read = weights.shared + weights.mixtures * weights.expert * experts
-                read += batch * rig.state_bytes(CONTEXT)
-                ratios[f"b{batch}"] = round(read / took["read"] / took[f"b{batch}"], 3)
-                values[f"b{batch}_ms"] = round(took[f"b{batch}"] * 1e3, 2)
+                step_bytes = weights.shared + weights.mixtures * weights.expert * experts
+                step_bytes += batch * rig.state_bytes(CONTEXT)
+                steps[f"b{batch}"] = DecodeStep(rig, batch, step_bytes, read)
                 values[f"b{batch}_experts"] = round(experts, 1)
-                values[f"b{batch}_mb"] = round(read / 1e6)
-            return ratios, values
-
-
-def step_seconds(rig: EngineRig, batch: int) -> float:
-    """The median time of a decode step."""
-    return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS))
+                values[f"b{batch}_mb"] = round(step_bytes / 1e6)
+            took = medians(alternate({"read": read, **steps}, rounds))  # experts_read has warmed up
+            values["read_gb_s"] = round(took["read"] / 1e9, 1)
+            values |= {f"{name}_ms": round(took[name] * 1e3, 2) for name in steps}
+            return {name: round(statistics.median(step.of_floor), 3) for name, step in steps.items()}, values
 
 
 def main() -> None:

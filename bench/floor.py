@@ -4,7 +4,8 @@ Shape M, bfloat16, context 512, real scheduler steps, sampler included, on each 
 of this machine.
 
 decode floor    (all weight bytes once + KV bytes of the batch) / best read bandwidth of the same threads over
-                1 GiB of huge pages
+                1 GiB of huge pages, right before and after the steps: on a shared machine it changes by a
+                factor of two within seconds
 prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
                 GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too,
                 where the CPU multiplies bfloat16 (elsewhere torch's products are far slower)
@@ -12,7 +13,7 @@ mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step
 int8_decode_b1, int8_decode_b8, int8_prefill_512
                 not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
 
-`values.<isa>`: floor time / our time, both medians of alternate measurements, and tokens per second.
+`values.<isa>`: floor time / our time, medians of alternate measurements, and tokens per second.
 `ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, `avx512_vnni_decode_b1`, ...:
 time with these / time with AVX512-BF16, or with the best one of a machine without it. `--profile` prints the
 time of each part of the decoder in a step, on stderr.
@@ -66,6 +67,44 @@ class ReadBandwidth:
         address = self._buffer.tensor.data_ptr()
         times += [seconds(lambda: read(address, READ_BYTES, torch.get_num_threads())) for _ in range(2)]
         return READ_BYTES / min(times)
+
+
+def step_seconds(rig: EngineRig, batch: int, on_prefilled: Callable[[], object] = lambda: None) -> float:
+    """The median time of a decode step."""
+    return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS, on_prefilled=on_prefilled))
+
+
+class DecodeStep:
+    """The median time of a decode step, and how it compares with reading its bytes.
+
+    `of_floor`: floor time / our time of each measurement. The best instruction set computes the contexts.
+    """
+
+    def __init__(
+        self, rig: EngineRig, batch: int, step_bytes: float, read: ReadBandwidth, isa: str | None = None
+    ) -> None:
+        self._rig = rig
+        self._batch = batch
+        self._step_bytes = step_bytes
+        self._read = read
+        self._isa = isa
+        self.of_floor: list[float] = []
+
+    def __call__(self) -> float:
+        """One measurement, in seconds."""
+        rates: list[float] = []
+
+        def begin() -> None:
+            if self._isa is not None:
+                set_isa(self._isa)
+            rates.append(self._read())
+
+        if self._isa is not None:
+            set_isa(machine_isas()[-1])
+        step = step_seconds(self._rig, self._batch, begin)
+        rates.append(self._read())
+        self.of_floor.append(self._step_bytes / statistics.mean(rates) / step)
+        return step
 
 
 class GemmRate:
@@ -144,6 +183,8 @@ def main() -> None:
                 rounded = rigs.enter_context(EngineRig(str(directory), options.threads, weight_dtype="int8"))
             run(rig, rounded, isas, options.rounds, options.json)
             if options.profile:
+                if isas != ["torch"]:
+                    set_isa(isas[0])
                 sys.stderr.write(rig.profile(CONTEXT))
 
 
@@ -155,68 +196,73 @@ def instruction_sets() -> list[str]:
         return ["torch"]
 
 
-def on(isa: str, measure: Callable[[], float]) -> Callable[[], float]:
-    """The same measurement, with one instruction set."""
-
-    def measured() -> float:
-        if isa != "torch":
-            set_isa(isa)
-        return measure()
-
-    return measured
-
-
-def sides_of(
-    rig: EngineRig, rounded: EngineRig | None, isa: str, with_torch: bool
-) -> dict[str, Callable[[], float]]:
+class OfIsa:
     """What is measured of one instruction set."""
 
-    def decode(batch: int, rig: EngineRig = rig) -> float:
-        return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS))
+    def __init__(
+        self, rig: EngineRig, rounded: EngineRig | None, read: ReadBandwidth, isa: str, with_torch: bool
+    ) -> None:
+        self._isa = isa
+        self._config = rig.hf_config
+        chosen = None if isa == "torch" else isa
+        self._decode = {
+            batch: DecodeStep(rig, batch, decode_bytes(rig.hf_config, batch), read, chosen)
+            for batch in BATCHES
+        }
+        sides: dict[str, Callable[[], float]] = {
+            "gemm": GemmRate(with_torch),
+            **{f"decode_b{batch}": step for batch, step in self._decode.items()},
+            "prefill_512": partial(rig.prefill, CONTEXT),
+            "mixed": partial(rig.mixed_step, CONTEXT, CONTEXT),
+        }
+        if rounded is not None:
+            for batch in (1, 8):
+                sides[f"int8_decode_b{batch}"] = DecodeStep(rounded, batch, 0.0, read, chosen)
+            sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
+        self.sides = {f"{isa} {name}": self._on(side) for name, side in sides.items()}
 
-    sides: dict[str, Callable[[], float]] = {
-        "gemm": GemmRate(with_torch),
-        **{f"decode_b{batch}": partial(decode, batch) for batch in BATCHES},
-        "prefill_512": partial(rig.prefill, CONTEXT),
-        "mixed": partial(rig.mixed_step, CONTEXT, CONTEXT),
-    }
-    if rounded is not None:
-        sides["int8_decode_b1"] = partial(decode, 1, rounded)
-        sides["int8_decode_b8"] = partial(decode, 8, rounded)
-        sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
-    return {f"{isa} {name}": on(isa, side) for name, side in sides.items()}
+    def _on(self, measure: Callable[[], float]) -> Callable[[], float]:
+        def measured() -> float:
+            if self._isa != "torch":
+                set_isa(self._isa)
+            return measure()
 
+        return measured
 
-def summary(config: Any, read: float, side: Mapping[str, float]) -> dict[str, float]:
-    """Floor time / our time of one instruction set, and its tokens per second."""
-    floors = {f"decode_b{batch}": decode_bytes(config, batch) / read for batch in BATCHES}
-    floors["prefill_512"] = prefill_flops(config) / side["gemm"]
-    floors["mixed"] = floors["decode_b1"] + floors["prefill_512"]
-    int8 = {f"int8_{name}": side[name] / side[f"int8_{name}"] for name in INT8 if f"int8_{name}" in side}
-    return {
-        **{name: round(floor / side[name], 3) for name, floor in floors.items()},
-        **{name: round(ratio, 3) for name, ratio in int8.items()},
-        "gemm_gflops": round(side["gemm"] / 1e9),
-        **{f"decode_b{batch}_tok_s": round(batch / side[f"decode_b{batch}"], 2) for batch in BATCHES},
-        "prefill_512_ms": round(side["prefill_512"] * 1e3, 1),
-    }
+    def summary(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Floor time / our time, and tokens per second. `measured`: the medians of all sides."""
+        side = {name: measured[f"{self._isa} {name}"] for name in (key.split()[1] for key in self.sides)}
+        prefill = prefill_flops(self._config) / side["gemm"]
+        mixed = decode_bytes(self._config, 1) / measured["read"] + prefill
+        int8 = {f"int8_{name}": side[name] / side[f"int8_{name}"] for name in INT8 if f"int8_{name}" in side}
+        ratios = {
+            **{f"decode_b{batch}": statistics.median(step.of_floor) for batch, step in self._decode.items()},
+            "prefill_512": prefill / side["prefill_512"],
+            "mixed": mixed / side["mixed"],
+            **int8,
+        }
+        return {
+            **{name: round(ratio, 3) for name, ratio in ratios.items()},
+            "gemm_gflops": round(side["gemm"] / 1e9),
+            **{f"decode_b{batch}_tok_s": round(batch / side[f"decode_b{batch}"], 2) for batch in BATCHES},
+            "prefill_512_ms": round(side["prefill_512"] * 1e3, 1),
+        }
 
 
 def run(rig: EngineRig, rounded: EngineRig | None, isas: list[str], rounds: int, as_json: bool) -> None:
     """Measure, and print the result. `rounded`: the model with int8 weights."""
-    sides: dict[str, Callable[[], float]] = {"read": ReadBandwidth()}
-    for isa in isas:
-        sides |= sides_of(rig, rounded, isa, with_torch=isa == isas[0] and isa in (*MULTIPLIES_BF16, "torch"))
+    read = ReadBandwidth()
+    of_isa = {
+        isa: OfIsa(rig, rounded, read, isa, isa == isas[0] and isa in (*MULTIPLIES_BF16, "torch"))
+        for isa in isas
+    }
+    sides: dict[str, Callable[[], float]] = {"read": read}
+    for one in of_isa.values():
+        sides |= one.sides
     alternate(sides, 1)  # warm-up
     measured = medians(alternate(sides, rounds))
     values: dict[str, Any] = {"read_gb_s": round(measured["read"] / 1e9, 1)}
-    for isa in isas:
-        own = {
-            name.removeprefix(f"{isa} "): value
-            for name, value in measured.items()
-            if name.startswith(f"{isa} ")
-        }
-        values[isa] = summary(rig.hf_config, measured["read"], own)
+    values |= {isa: one.summary(measured) for isa, one in of_isa.items()}
     ratios = {name: values[isas[0]][name] for name in RATIOS if name in values[isas[0]]}
     yardstick = "avx512_bf16" if "avx512_bf16" in isas else isas[0]
     for isa in isas[isas.index(yardstick) + 1 :]:

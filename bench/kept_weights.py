@@ -25,8 +25,8 @@ from transformers import PretrainedConfig
 
 from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
-from bench.family_floor import shapes, step_seconds
-from bench.floor import CONTEXT
+from bench.family_floor import shapes
+from bench.floor import CONTEXT, step_seconds
 from bench.make_model import make_model, shape_m
 
 Tensors = dict[str, torch.Tensor]

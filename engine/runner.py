@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.argmax import finite_rows
 from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.completion import Completions, completions_of
@@ -102,7 +103,7 @@ class ModelRunner:
         few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
         with torch.inference_mode(), self._current_device(), few, recording:
             hidden, logits = self._replayed(batch) or self._computed(batch)
-            finite = FetchedTensor(hidden.sum(-1, dtype=torch.float32).isfinite())
+            finite = FetchedTensor(finite_rows(hidden))
             positions = upload(batch.sampling.positions, self._device)
             sample = self._sampler.sample(logits, batch.sampling, positions)
             self._last_tokens.record(batch, sample.tokens)

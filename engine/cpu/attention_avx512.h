@@ -34,17 +34,6 @@ inline __m512 dot(__m512 sum, Pairs a, Pairs b) {
 }
 #endif
 
-constexpr int kNear = 8;  // rows
-
-// The hardware prefetcher does not follow scattered pages. Rows of the next tile go to the second-level cache, because
-// three tiles fill the first one; the row that is read kNear rows later goes to the first one.
-inline void prefetch_rows(const bf16* next, const bf16* near, int dim) {
-  for (int d = 0; d < dim; d += 32) {
-    _mm_prefetch(reinterpret_cast<const char*>(next + d), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(near + d), _MM_HINT_T0);
-  }
-}
-
 // Dot products of R query rows with 16 keys. Four keys at a time: 4 R independent sums, K read once for all rows.
 template <int R>
 void score_keys(Rows<bf16>& rows, const bf16* const* keys, const bf16* const* ahead, int r0, int j0, int n, int dim,
@@ -115,6 +104,8 @@ void add_block(Rows<bf16>& rows, const bf16* const* values, const bf16* const* a
 template <int R>
 void add_rows(Rows<bf16>& rows, const bf16* const* values, const bf16* const* ahead, int n, int dim, int r0) {
   int d = 0;
+  if (R <= 2)  // a row of V is read, and the next one is asked for, in one piece
+    for (; d + 128 <= dim; d += 128) add_block<R, 8>(rows, values, ahead, n, r0, d);
   for (; d + 64 <= dim; d += 64) add_block<R, 4>(rows, values, ahead, n, r0, d);
   for (; d < dim; d += 16) add_block<R, 1>(rows, values, ahead, n, r0, d);
 }

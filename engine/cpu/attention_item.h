@@ -1,5 +1,5 @@
 // One attention work item, compiled once per instruction set (BATON_KERNELS names the table it fills).
-// Loops are plain C++ that the compiler vectorises. With AVX-512 the two that read K and V are replaced.
+// Loops are plain C++ that the compiler vectorises. With AVX2 and AVX-512 the two that read bfloat16 K and V are replaced.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -66,8 +66,21 @@ void add_values(Rows<T>& rows, const T* const* values, const T* const*, int n, i
   }
 }
 
+constexpr int kNear = 8;  // rows
+
+// The hardware prefetcher does not follow scattered pages. Rows of the next tile go to the second-level cache, because
+// three tiles fill the first one; the row that is read kNear rows later goes to the first one.
+inline void prefetch_rows(const bf16* next, const bf16* near, int dim) {
+  for (int d = 0; d < dim; d += 32) {
+    __builtin_prefetch(next + d, 0, 2);
+    __builtin_prefetch(near + d, 0, 3);
+  }
+}
+
 #if defined(__AVX512F__)
 #include "attention_avx512.h"
+#elif defined(__AVX2__)
+#include "attention_avx2.h"
 #endif
 
 // One online-softmax step: scores become weights, earlier sums are rescaled.
@@ -116,6 +129,14 @@ int first_keys(const AttentionCall& call, const AttentionItem& item, int n, cons
   return n;
 }
 
+// Has the addresses of rows translated, one in each 4 KiB, a step before their lines are prefetched: prefetches that wait for a
+// translation hold up others. `to_values`: the bytes from a row of K to that of V.
+template <typename T>
+void translate(const T* const* rows, int n, int dim, int64_t to_values) {
+  const int step = std::max<int>(1, 4096 / (dim * sizeof(T)));
+  for (int j = 0; j < n; j += step) __builtin_prefetch(reinterpret_cast<const char*>(rows[j]) + to_values, 0, 2);
+}
+
 template <typename T, bool Quantised>
 void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following) {
   const int group = call.heads / call.kv_heads;
@@ -158,10 +179,12 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
       fetch(call.k, from + n, after, k_memory[tile ^ 1], next);
       if (!Quantised && after == 0 && following != nullptr) after = first_keys(call, *following, n, next);
       std::fill(next + after, next + kTile, keys[tile][0]);
+      if constexpr (!Quantised) translate(next, after, dim, 0);
       score_tile(rows, keys[tile], values, n, dim, call.scale);
       if (call.softcap > 0)
         for (int r = 0; r < rows.count; ++r) cap_scores(rows.scores[r], n, 1.0f, call.softcap);
       softmax_step(rows, from, n, dim);
+      if constexpr (!Quantised) translate(next, after, dim, static_cast<const char*>(call.v) - static_cast<const char*>(call.k));
       add_values(rows, values, next, n, dim);
     }
     for (int r = 0; r < rows.count; ++r) {

@@ -8,7 +8,15 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes to prefetch ahead: the hardware prefetcher restarts at each 4 KiB of the stream
+// Prefetches a line of the pack for M rows. The hardware prefetcher alone runs too little ahead, and restarts at each 4 KiB.
+// The more rows, the longer a line is computed with, and the farther ahead (docs/decisions/0046).
+template <int M>
+inline void prefetch(const bf16* line) {
+  const char* at = reinterpret_cast<const char*>(line);
+  if (M <= 2) _mm_prefetch(at + 3072, _MM_HINT_T1);
+  else if (M <= 4) _mm_prefetch(at + 4096, _MM_HINT_T0);
+  else _mm_prefetch(at + 12288, _MM_HINT_T1);
+}
 
 inline __m512bh pair(const bf16* p) {
   int32_t both;
@@ -30,7 +38,7 @@ void block(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t 
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g) {
         const bf16* line = pack + (g * depth + i + 2 * part) * kGroup;
-        _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
+        prefetch<M>(line);
         const __m512bh w = (__m512bh)_mm512_loadu_si512(line);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m)

@@ -8,7 +8,11 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes to prefetch ahead, as in linear_bf16.cpp
+// As in linear_bf16.cpp.
+template <int M>
+inline void prefetch(const uint8_t* line) {
+  _mm_prefetch(reinterpret_cast<const char*>(line) + (M <= 2 ? 3072 : M <= 4 ? 6144 : 12288), _MM_HINT_T1);
+}
 
 inline __m512i four(const int8_t* p) {
   int32_t all;
@@ -43,7 +47,7 @@ void block(const Int8Block& a, int first, const uint8_t* pack, int64_t depth, fl
 #pragma GCC unroll 2
           for (int g = 0; g < G; ++g) {
             const uint8_t* line = pack + (g * depth + k + at) * kGroup;
-            _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
+            prefetch<M>(line);
             w[g] = _mm512_loadu_si512(line);
           }
 #pragma GCC unroll 8
@@ -107,7 +111,8 @@ float round_avx512(const bf16* from, int64_t count, int8_t* values, int64_t step
 
 void gemm_int8_avx512(const Int8Block& a, const uint8_t* pack, int64_t depth, int groups, float* c, int64_t ldc) {
   int g = 0;
-  for (; g + 2 <= groups; g += 2) rows_of<2>(a, pack + g * depth * kGroup, depth, c + g * kGroup, ldc);
+  if (a.rows > kFewRows)  // few rows read one stream
+    for (; g + 2 <= groups; g += 2) rows_of<2>(a, pack + g * depth * kGroup, depth, c + g * kGroup, ldc);
   for (; g < groups; ++g) rows_of<1>(a, pack + g * depth * kGroup, depth, c + g * kGroup, ldc);
 }
 
