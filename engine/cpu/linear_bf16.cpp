@@ -77,7 +77,7 @@ void rows_of(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth,
 void gemm_bf16(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc) {
   int g = 0;
-  if (m > kFewRows)
+  if (m > 2 * kFewRows)  // fewer rows read one stream: 16 take 0.9 of the time
     for (; g + 2 <= groups; g += 2) rows_of<2>(a, lda, m, pack + g * depth * kGroup, depth, k, c + g * kGroup, ldc);
   for (; g < groups; ++g) rows_of<1>(a, lda, m, pack + g * depth * kGroup, depth, k, c + g * kGroup, ldc);
 }
