@@ -49,10 +49,15 @@ class StorageBacklog:
         """What has been put off for long enough is to be stored."""
         if now < self._due_at:
             return
-        for node, (at, delay_s) in list(self._later.items()):
-            if at <= now:
-                del self._later[node]
-                self._new[node] = delay_s
+        due = [node for node, (at, _) in self._later.items() if at <= now]
+        for node in due:
+            way = []  # parents first: the upper part of a node that was divided meanwhile comes after it here
+            above: TreeNode | None = node
+            while above in self._later and self._later[above][0] <= now:
+                way.append(above)
+                above = above.parent
+            for one in reversed(way):
+                self._new[one] = self._later.pop(one)[1]
         self._due_at = min((at for at, _ in self._later.values()), default=math.inf)
 
     def drop(self, node: TreeNode) -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from common.secrets import ClusterSecret
 from kvcache.memory import Memory
+from kvcache.radix_key import Namespace
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import visibility
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers import backlog
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.tiers import Tiers
+from kvcache.tree_node import TreeNode
 from tests.kvcache.support import HandMover, groups, key, memory, put, radix_cache
 
 PAGE = 4
@@ -244,6 +246,20 @@ def test_pages_that_wait_for_another_removal_are_bounded(monkeypatch: pytest.Mon
     waiting.withdraw_again(pages[:4])
     assert waiting.take_withdrawn() == pages[3:]
     assert waiting.take_withdrawn() == []
+
+
+def test_what_was_put_off_comes_back_parents_first() -> None:
+    upper = TreeNode(None, Namespace("m"), b"", b"", 1, 0)
+    lower = TreeNode(upper, Namespace("m"), b"", b"", 1, 0)
+    waiting = backlog.StorageBacklog()
+    waiting.put_off(lower, 0.0, 0.0)
+    waiting.divided(upper, lower)  # the tree divides the node that was put off
+    waiting.resume(29.0)
+    assert waiting.first() is None
+    waiting.resume(31.0)
+    assert waiting.first() is upper
+    waiting.drop(upper)
+    assert (waiting.first(), len(waiting)) == (lower, 1)
 
 
 @pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])
