@@ -219,6 +219,7 @@ class OfIsa:
             for batch in (1, 8):
                 sides[f"int8_decode_b{batch}"] = DecodeStep(rounded, batch, 0.0, read, chosen)
             sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
+        self._names = tuple(sides)
         self.sides = {f"{isa} {name}": self._on(side) for name, side in sides.items()}
 
     def _on(self, measure: Callable[[], float]) -> Callable[[], float]:
@@ -231,7 +232,7 @@ class OfIsa:
 
     def summary(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Floor time / our time, and tokens per second. `measured`: the medians of all sides."""
-        side = {name: measured[f"{self._isa} {name}"] for name in (key.split()[1] for key in self.sides)}
+        side = {name: measured[f"{self._isa} {name}"] for name in self._names}
         prefill = prefill_flops(self._config) / side["gemm"]
         mixed = decode_bytes(self._config, 1) / measured["read"] + prefill
         int8 = {f"int8_{name}": side[name] / side[f"int8_{name}"] for name in INT8 if f"int8_{name}" in side}
