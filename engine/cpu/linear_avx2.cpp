@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;   // bytes to prefetch ahead, as in linear_bf16.cpp
+constexpr int kAhead = 2048;  // bytes to prefetch ahead: the hardware prefetcher restarts at each 4 KiB of the stream
 constexpr int64_t kDepth = 1024;
 constexpr int kRegisters = 4;  // rows whose sums (two vectors each) stay in registers beside a line; with 6 rows GCC stores sums
 

@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes to prefetch ahead, as in linear_bf16.cpp
+constexpr int kAhead = 2048;  // bytes to prefetch ahead: the hardware prefetcher restarts at each 4 KiB of the stream
 constexpr int64_t kDepth = 1024;
 
 inline __m512 even(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }

@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes to prefetch ahead, as in linear_bf16.cpp
+constexpr int kAhead = 2048;  // bytes to prefetch ahead: the hardware prefetcher restarts at each 4 KiB of the stream
 
 inline __m256i four(const int8_t* p) {
   int32_t all;

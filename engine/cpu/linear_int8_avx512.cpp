@@ -10,7 +10,7 @@
 namespace baton {
 namespace {
 
-// As in linear_bf16.cpp.
+// As in linear_bf16.cpp, with distances of its own.
 template <int M>
 inline void prefetch(const uint8_t* line) {
   _mm_prefetch(reinterpret_cast<const char*>(line) + (M <= 2 ? 3072 : M <= 4 ? 6144 : 12288), _MM_HINT_T1);
@@ -113,8 +113,8 @@ float round_avx512(const bf16* from, int64_t count, int8_t* values, int64_t step
 
 void gemm_int8_avx512(const Int8Block& a, const uint8_t* pack, int64_t depth, int groups, float* c, int64_t ldc) {
   int g = 0;
-  // Few rows read one stream. Zen 4, which multiplies bfloat16, takes 0.87 of the time for many rows so, too: of two groups not all
-  // sums stay in registers. Not tried on CPUs that load a broadcast more slowly than they multiply.
+  // Few rows read one stream. So do many where the CPU multiplies bfloat16: Zen 4 takes 0.87 of the time, because not all sums of
+  // two groups stay in registers. Without bfloat16 many rows were measured with two groups only.
   if (a.rows > kFewRows && current_isa() < kBf16)
     for (; g + 2 <= groups; g += 2) rows_of<2>(a, pack + g * depth * kGroup, depth, c + g * kGroup, ldc);
   for (; g < groups; ++g) rows_of<1>(a, pack + g * depth * kGroup, depth, c + g * kGroup, ldc);

@@ -53,7 +53,7 @@ def test_the_oracle_with_tenants_over_all_tiers(
 
 def _ask_until_copies_gave_way(conversations: Served, turn: Sequence[Turn]) -> None:
     """A copy on the device gives way only to public pages that are there, too, and may hold up what is below
-    it: a tenant that asks again loads them. Bounded, because a copy may not wait for long then."""
+    it: a tenant that asks again loads them. After four times the caller finds what is missing."""
     for _ in range(4):
         trees = [worker.parts.services.memory.cache.tree for worker in conversations.workers]
         if not any(
