@@ -258,20 +258,21 @@ def write_seeded(directory: Path, seed: int) -> None:
     """Another process: 200 pages of its own and 20 that all share."""
     backend, arena = open_files(directory, max_bytes=64 * ON_DISK), Arena(20, seed=7)
     for round_ in range(10):
-        own = keys(20, seed=f"{seed}/{round_}")
-        assert all(backend.set(own, arena.pages))
-        backend.set(keys(20, seed="all"), arena.pages)
-        for names in (own, keys(20, seed="all")):
+        for names in (keys(20, seed=f"{seed}/{round_}"), keys(20, seed="all")):
+            assert all(backend.set(names, arena.pages))  # nothing is refused
             assert same(arena, backend.get(names, arena.read))
-    assert backend.stats().refused == {}
     backend.close()
 
 
 @pytest.mark.slow
-def test_writers_of_several_processes_keep_one_bound(tmp_path: Path) -> None:
+def test_writers_of_several_processes_keep_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A look at the directory while others write may miss what each of them is writing. Here nobody looks
+    # after the start: what the processes add and take back is exact.
+    monkeypatch.setattr(file_store, "_HELD_S", 3600.0)
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=write_seeded, args=(tmp_path, seed)) for seed in range(4)]
     watching = open_files(tmp_path, max_bytes=64 * ON_DISK)
+    assert watching.stats().bytes == 0
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
