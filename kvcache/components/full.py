@@ -50,6 +50,16 @@ class FullComponent(TreeComponent):
         assert node.parent is not None, "the root holds no pages"
         self.evictor.grown(node.parent, node)
 
+    def hand_over(self, copy: TreeNode, kept: TreeNode) -> None:
+        """The pages, if `kept` is not resident; its parent is."""
+        if kept.is_resident or not copy.is_resident:
+            return
+        kept.page_ids, copy.page_ids = copy.page_ids, b""
+        self.count(copy, -copy.num_pages)
+        self.count(kept, kept.num_pages)
+        assert kept.parent is not None, "the root holds no pages"
+        self.evictor.grown(kept.parent, kept)
+
     def lock(self, node: TreeNode) -> None:
         """Protect the path from `node` to the root."""
         moved = 0

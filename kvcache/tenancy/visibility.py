@@ -7,17 +7,19 @@
     fold      `copy` and `kept` begin with the same pages: of those the copy's go, and what is below them goes
               below the kept ones
 
-A copy goes once nothing locks it on any tier. What the kept pages lack of other groups they take over, and
+A copy goes once nothing locks it on any tier. What the kept pages lack on the device they take over, and
 their counters are added. But public pages take over nothing of a copy that is private for ever: that one only
 goes, as if it were evicted. Of two nodes of one owner, one of which is private for ever, the kept one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.observer import StorageMedium
 from kvcache.radix_key import OWNER_BYTES
 from kvcache.radix_tree import RadixTree
 from kvcache.snapshot import tiers_of
@@ -136,21 +138,75 @@ def is_settled(node: TreeNode) -> bool:
 
 
 def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> bool:
-    """Let the pages of `copy` that `kept` has, too, give way if nothing holds them. Whether they have.
+    """Let the pages of `copy` that `kept` has, too, and what both have below them, give way if nothing holds
+    them. Whether they have: otherwise all stay.
 
     They are below parents with the same tokens; the copy is private, and `kept` is public or the same
     owner's.
     """
+    pairs = []
+    for pair in _common_nodes(tree, copy, kept):
+        if not pair.may_merge():
+            return False
+        pairs.append(pair)
+    _hand_over(tree, [pair for pair in pairs if pair.copy.is_resident and not pair.kept.is_resident])
+    for pair in reversed(pairs):
+        _merge(tree, usage, pair)
+    return True
+
+
+class _Pair(NamedTuple):
+    """Two nodes with the same tokens, below parents with the same tokens."""
+
+    copy: TreeNode
+    kept: TreeNode
+
+    @property
+    def gives(self) -> bool:
+        """Whether `kept` may have what the copy has on the device, and its counters."""
+        return bool(self.kept.tenant) or not self.copy.permanently_private
+
+    def may_merge(self) -> bool:
+        """What is below the copy may be on the device: then `kept` has to be there."""
+        copy, kept = self
+        stays_resident = not copy.is_resident or kept.is_resident or self.gives
+        return stays_resident and not copy.lock_ref and is_settled(copy)
+
+
+def _common_nodes(tree: RadixTree, copy: TreeNode, kept: TreeNode) -> Iterator[_Pair]:
+    """These two, cut where their common pages end, and what both have below, parents first."""
     pages = _common_pages(tree, copy, kept)
     (copy,), (kept,) = tree.cut([copy], pages), tree.cut([kept], pages)
-    if copy.lock_ref or not is_settled(copy) or (copy.is_resident and not kept.is_resident):
-        return False
+    yield _Pair(copy, kept)
     for child in list(copy.children.values()):
         other = kept.children.get(child.child_key(tree.page_size, kept))
-        if other is not None and not fold(tree, usage, child, other):
-            return False
-    if kept.tenant or not copy.permanently_private:
-        for component in tree.others:
+        if other is not None:
+            yield from _common_nodes(tree, child, other)
+
+
+def _hand_over(tree: RadixTree, pairs: Sequence[_Pair]) -> None:
+    """What the copies have on the device becomes the kept nodes', which are not resident. `pairs`: parents
+    first, as the parent of a resident node is resident."""
+    for observer in tree.observers:
+        for copy, _ in reversed(pairs):
+            observer.removed(copy, StorageMedium.GPU)
+    for copy, kept in pairs:
+        for component in tree.components:
+            component.hand_over(copy, kept)
+            component.evictor.withdraw(copy)
+        for node, change in ((copy, -1), (kept, 1)):
+            assert node.parent is not None, "the root has no copy"
+            node.parent.resident_children += change
+    for observer in tree.observers:
+        for _, kept in pairs:
+            observer.stored(kept, StorageMedium.GPU)
+
+
+def _merge(tree: RadixTree, usage: NodeUsage, pair: _Pair) -> None:
+    """Remove a copy below which nothing is that `kept` has below it."""
+    copy, kept = pair
+    if pair.gives:
+        for component in tree.components:
             component.hand_over(copy, kept)
         usage.merge(copy, kept)
     owner, _ = tenant_of_key(copy.tenant)
@@ -172,7 +228,6 @@ def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> b
     if copy.is_resident:
         tree.leave_device(copy)
     tree.remove(copy)
-    return True
 
 
 def _common_pages(tree: RadixTree, one: TreeNode, other: TreeNode) -> int:

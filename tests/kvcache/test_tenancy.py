@@ -6,9 +6,11 @@ import pytest
 
 from common.errors import ConfigError
 from kvcache.memory import Memory
+from kvcache.radix_tree import evict_all
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.promotion import Promotion
-from tests.kvcache.support import key, locked, matched, memory, put, radix_cache
+from kvcache.tiers.config import TierConfig
+from tests.kvcache.support import HandMover, key, locked, matched, memory, put, radix_cache
 
 PAGE = 4
 COMMON = [7] * (3 * PAGE)
@@ -85,6 +87,43 @@ def test_a_locked_copy_gives_way_at_the_end_of_a_later_epoch(shared: Memory) -> 
     assert matched(shared, COMMON, tenant="d") == len(COMMON)
     with locked(shared, COMMON):
         shared.check_memory({"full": []}, [])
+
+
+@pytest.mark.parametrize("more", [[], [8] * PAGE], ids=["", "with what is below"])
+def test_a_copy_on_the_device_gives_its_pages_to_public_ones_on_the_host(more: list[int]) -> None:
+    mover, tenancy = HandMover(), TenancyConfig(users=2, secret=b"s")
+    common = [*COMMON, *more]
+    with memory(PAGE, 64, mover=mover, tiers=TierConfig(ratio=2.0), tenancy=tenancy) as built:
+        for tenant in ("a", "b", "c"):
+            put(built, COMMON, tenant=tenant)
+            put(built, [*common, *[ord(tenant)] * PAGE], tenant=tenant)
+        end_moves(built, mover)
+        copy = radix_cache(built).match_prefix(key([*common, *[ord("b")] * PAGE], tenant="b"))
+        held = copy.device_indices.tolist()
+        assert len(held) == len(common) + PAGE
+        built.cache.inc_lock_ref(copy.last_device_node)
+        promotion(built).end_epoch()
+        end_moves(built, mover)
+        evict_all(built.cache.tree)
+        assert matched(built, common, tenant="d") == 0, "public pages are on the host alone"
+        built.cache.dec_lock_ref(copy.last_device_node)
+        merged = promotion(built).merged_copies
+        promotion(built).end_epoch()
+        assert promotion(built).merged_copies > merged
+        public = built.cache.match_prefix(key([*common, 0, 0, 0, 0], tenant="d"))
+        assert public.device_indices.tolist() == held[: len(common)], "nothing was computed or loaded"
+        assert matched(built, [*common, *[ord("b")] * PAGE], tenant="b") == len(held)
+        built.check_memory({"full": []}, [])
+        evict_all(built.cache.tree)
+        assert built.check_memory({"full": []}, []).free_pages == built.num_pages
+
+
+def end_moves(built: Memory, mover: HandMover) -> None:
+    """All that moves between tiers comes to its end."""
+    assert built.tiers is not None
+    while mover.waiting or mover.finished:
+        mover.do_all()
+        built.tiers.poll()
 
 
 def test_thresholds_lie_between_k_and_2k() -> None:
