@@ -175,13 +175,16 @@ class _Pair(NamedTuple):
 
 def _common_nodes(tree: RadixTree, copy: TreeNode, kept: TreeNode) -> Iterator[_Pair]:
     """These two, cut where their common pages end, and what both have below, parents first."""
-    pages = _common_pages(tree, copy, kept)
-    (copy,), (kept,) = tree.cut([copy], pages), tree.cut([kept], pages)
-    yield _Pair(copy, kept)
-    for child in list(copy.children.values()):
-        other = kept.children.get(child.child_key(tree.page_size, kept))
-        if other is not None:
-            yield from _common_nodes(tree, child, other)
+    left = [(copy, kept)]
+    while left:
+        copy, kept = left.pop()
+        pages = _common_pages(tree, copy, kept)
+        (copy,), (kept,) = tree.cut([copy], pages), tree.cut([kept], pages)
+        yield _Pair(copy, kept)
+        for child in copy.children.values():
+            other = kept.children.get(child.child_key(tree.page_size, kept))
+            if other is not None:
+                left.append((child, other))
 
 
 def _hand_over(tree: RadixTree, pairs: Sequence[_Pair]) -> None:
