@@ -6,9 +6,10 @@ of this machine.
 decode floor    (all weight bytes once + KV bytes of the batch) / best read bandwidth of the same threads over
                 1 GiB of huge pages, right before and after the steps: on a shared machine it changes by a
                 factor of two within seconds
-prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
-                GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too,
-                where the CPU multiplies bfloat16 (elsewhere torch's products are far slower)
+prefill floor   (2 x parameters of products x 512 + attention FLOPs + one row of logits; of the last layer
+                K and V of all tokens, and all else of one) / best bfloat16 GEMM rate at M=512: of our kernel
+                with that instruction set; for the best one, of torch too, where the CPU multiplies bfloat16
+                (elsewhere torch's products are far slower)
 mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step that does both
 int8_decode_b1, int8_decode_b8, int8_prefill_512
                 not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
@@ -136,28 +137,38 @@ class GemmRate:
 def decode_bytes(config: Any, batch: int) -> float:
     """Bytes that one decode step must read: every weight once and the batch's KV."""
     kv_per_token: int = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
-    return float(2 * parameters(config, embedding=True) + batch * CONTEXT * kv_per_token)
+    return float(2 * parameters(config) + batch * CONTEXT * kv_per_token)
 
 
 def prefill_flops(config: Any) -> float:
-    """FLOPs of 512 new tokens: the decoder's products, causal attention, and one row of logits."""
-    attention = 4 * config.num_attention_heads * config.head_dim * CONTEXT * (CONTEXT + 1) / 2
+    """FLOPs of 512 new tokens: the decoder's products, causal attention, and one row of logits. The last
+    layer needs K and V of all tokens, and all else of one."""
+    last = config.num_hidden_layers - 1
+    queries, kv = (
+        2 * count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    attention = 2 * queries * CONTEXT * (CONTEXT + 1) / 2
     return float(
-        2 * parameters(config, embedding=False) * CONTEXT
-        + config.num_hidden_layers * attention
+        2 * (last * layer_parameters(config) + config.hidden_size * kv) * CONTEXT
+        + 2 * (layer_parameters(config) - config.hidden_size * kv)
+        + last * attention
+        + 2 * queries * CONTEXT
         + 2 * config.hidden_size * config.vocab_size
     )
 
 
-def parameters(config: Any, embedding: bool) -> int:
-    """Shape M's parameters, with its tied embedding or without."""
+def layer_parameters(config: Any) -> int:
+    """Those of a layer of shape M."""
     hidden: int = config.hidden_size
-    head: int = config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    attention = hidden * head * (2 * heads + 2 * kv_heads) + 2 * head
-    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
-    layers: int = config.num_hidden_layers * layer
-    return layers + hidden + (config.vocab_size * hidden if embedding else 0)
+    heads: int = config.num_attention_heads
+    attention = hidden * config.head_dim * (2 * heads + 2 * config.num_key_value_heads) + 2 * config.head_dim
+    return int(attention + 3 * hidden * config.intermediate_size + 2 * hidden)
+
+
+def parameters(config: Any) -> int:
+    """Shape M's parameters, with its tied embedding."""
+    layers = config.num_hidden_layers * layer_parameters(config)
+    return int(layers + config.hidden_size + config.vocab_size * config.hidden_size)
 
 
 def main() -> None:

@@ -96,6 +96,15 @@ class ForwardBatch:
         np.cumsum(self.q_lens, out=starts[1:])
         return starts
 
+    def read_lens(self) -> npt.NDArray[np.int32]:
+        """[S]: how many of its last new tokens each sequence's result is computed from: 0, 1 or all. What the
+        last layer says of the others is only asked whether it is finite."""
+        lens = np.zeros(len(self.q_lens), np.int32)
+        lens[self.sampled] = 1
+        whole = [one.sequence for one in self.scored] + [one.sequence for one in self.pooled]
+        lens[whole] = self.q_lens[whole]
+        return lens
+
     def for_window(self) -> ForwardBatch:
         """This batch with the page table and the slots of the window group."""
         assert self.window is not None, "the batch was built without window pages"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 
 from engine.argmax import finite_rows
 from engine.backends.choose import build_layers
-from engine.batch import BatchResult, ForwardBatch
+from engine.batch import BatchResult, ForwardBatch, PooledPrompt
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
 from engine.cpu.threads import few_tokens
@@ -160,7 +161,9 @@ class ModelRunner:
         launched.
         """
         with self._current_device():
-            logits: torch.Tensor = self._lm_head(self._hidden(batch)[upload(places, self._device)])
+            every = tuple(PooledPrompt(sequence, 0) for sequence in range(len(batch.q_lens)))
+            hidden = self._hidden(replace(batch, pooled=every))
+            logits: torch.Tensor = self._lm_head(hidden[upload(places, self._device)])
         return logits
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:

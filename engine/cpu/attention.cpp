@@ -139,7 +139,7 @@ const AttentionItem* AttentionPlan::take() {
   return i < static_cast<int64_t>(items_.size()) ? &items_[i] : nullptr;
 }
 
-void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const {
+void AttentionPlan::attend_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const {
   if (item.products) return products()(call, item);
   const AttentionKernels& table = kernels();
   if (call.format != kPlain)
@@ -167,10 +167,14 @@ void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
 void AttentionPlan::run(Team& team, const AttentionCall& call) {
   write(team, call);
   team.barrier();
+  attend(team, call);
+}
+
+void AttentionPlan::attend(Team& team, const AttentionCall& call) {
   // An item is taken one ahead, so that its first keys are on their way when it begins.
   for (const AttentionItem *item = take(), *next; item != nullptr; item = next) {
     next = take();
-    attend(call, *item, next);
+    attend_item(call, *item, next);
   }
   team.barrier();
   if (team.index == 0) next_.store(0, std::memory_order_relaxed);

@@ -124,6 +124,8 @@ class AttentionPlan {
   // Writes K and V, then attends. Every thread of the team calls it. It ends with a barrier. The caller's next
   // barrier (or the end of the region) must come before the plan is run again.
   void run(Team& team, const AttentionCall& call);
+  void write(Team& team, const AttentionCall& call) const;  // without a barrier
+  void attend(Team& team, const AttentionCall& call);       // what was written before the last barrier
 
   int64_t scratch_bytes() const {
     return static_cast<int64_t>(items_.size() * sizeof(AttentionItem) + sums_.size() * sizeof(float));
@@ -131,8 +133,7 @@ class AttentionPlan {
 
  private:
   const AttentionItem* take();  // the next item that no thread has, or null
-  void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const;
-  void write(Team& team, const AttentionCall& call) const;
+  void attend_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const;
   void merge(Team& team, const AttentionCall& call) const;
 
   std::vector<AttentionItem> items_;

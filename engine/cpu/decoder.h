@@ -29,7 +29,8 @@ struct DecoderCall {
   const LayerWeights* layers;
   const float* final_norm;  // [hidden]
   float* residual;          // [tokens, hidden]: in, the embeddings; out, undefined
-  bf16* result;             // [tokens, hidden]: normed hidden states
+  bf16* result;             // [tokens, hidden]: normed hidden states; of rows that are not read, 0, or NaN if their K or
+                            // V in the last layer is not finite
   const float* cos;         // [tokens, head_dim / 2]
   const float* sin;
   char* scratch;            // baton_decoder_scratch_bytes() bytes, aligned to 64
@@ -37,6 +38,9 @@ struct DecoderCall {
   int64_t layer_bytes;      // from one layer's tiles to the next
   int64_t v_bytes;          // from K's to V's tiles
   char* tiles;              // K tile of page 0, layer 0, head 0
+  const int64_t* reads;       // [read_count] the rows whose hidden states are read, ascending
+  const int64_t* read_starts; // [seqs + 1] sequence s's are reads[read_starts[s]] ..., its last new tokens or none
+  int64_t read_count;
   int64_t tokens;
   int32_t layer_count;
   int32_t hidden;
@@ -47,7 +51,7 @@ struct DecoderCall {
 
 struct DecoderKernels {
   int64_t (*scratch_bytes)(const DecoderCall& call);
-  void (*run)(const DecoderCall& call, AttentionPlan& plan);
+  void (*run)(const DecoderCall& call);
 };
 extern const DecoderKernels decoder_avx2;
 extern const DecoderKernels decoder_avx512;

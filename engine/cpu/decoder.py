@@ -45,6 +45,9 @@ class DecoderCall(ctypes.Structure):
         ("layer_bytes", ctypes.c_int64),
         ("v_bytes", ctypes.c_int64),
         ("tiles", ctypes.c_void_p),
+        ("reads", ctypes.c_void_p),
+        ("read_starts", ctypes.c_void_p),
+        ("read_count", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
         ("eps", ctypes.c_float),
@@ -103,7 +106,10 @@ class FusedDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
     ) -> DecoderOutput:
-        """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normalised."""
+        """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normalised.
+
+        Of tokens that ForwardBatch.read_lens leaves out it is 0, or has a NaN where a K or V is not finite.
+        """
         residual = self.embed_tokens(input_ids[0]).float()
         angles = position_ids[0].float()[:, None] * self._frequencies
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
@@ -116,6 +122,9 @@ class FusedDecoder(nn.Module):
         assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
         call.attention = ctypes.pointer(attention.call)
         call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
+        reads = attention.reads
+        call.reads, call.read_starts = reads.rows.ctypes.data, reads.starts.ctypes.data
+        call.read_count = reads.count
         needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
         if needed + 64 > len(self._scratch):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)

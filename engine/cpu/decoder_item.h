@@ -2,14 +2,17 @@
 //
 // The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
 // synchronise at five barriers per layer. If there are few rows, every thread computes the norms of all rows itself,
-// which is cheaper than a barrier.
+// which is cheaper than a barrier. Of a prefill chunk one hidden state is read, or none, but K and V of all tokens: the last
+// layer computes the rest for the rows that are read alone.
 // Compiled once per instruction set: BATON_DECODER names the table it fills.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "decoder.h"
+#include "decoder_memory.h"
 #include "decoder_rows.h"
 #include "exponential.h"
 #include "isa.h"
@@ -18,56 +21,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kRowsOfTask = 128;  // rows of one head that a thread projects and finishes in its cache
-
-struct Shape {
-  int64_t tokens, hidden, intermediate, qkv, q, head_dim;
-
-  explicit Shape(const DecoderCall& call)
-      : tokens(call.tokens),
-        hidden(call.hidden),
-        intermediate(call.intermediate),
-        qkv((call.attention->heads + 2 * call.attention->kv_heads) * int64_t{call.attention->head_dim}),
-        q(int64_t{call.attention->heads} * call.attention->head_dim),
-        head_dim(call.attention->head_dim) {}
-};
-
-// Hands out scratch memory. If the base is null, it only counts the bytes.
-class Arena {
- public:
-  explicit Arena(char* base) : base_(base) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* at = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return at;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-struct Buffers {
-  bf16* normed;     // [tokens, hidden], one per thread if there are few tokens
-  float* projected;  // [tokens, qkv]; if there are many tokens, [kRowsOfTask, head_dim] per thread
-  bf16* qkv;        // [tokens, qkv]
-  bf16* attended;   // [tokens, q]
-  bf16* retiled;    // attended in tiles, when rows are in tiles
-  bf16* activated;  // [tokens, intermediate]
-  char* rounded;    // for int8 weights: rows of the left side, shared by the threads
-};
-
-Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
-  const bool few = shape.tokens <= kFewRows;
-  const int64_t copies = few ? threads : 1;
-  const int64_t projected = few ? shape.tokens * shape.qkv : threads * kRowsOfTask * shape.head_dim;
-  return {arena.take<bf16>(copies * shape.tokens * shape.hidden), arena.take<float>(projected),
-          arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
-          arena.take<bf16>(shape.tokens * shape.q), arena.take<bf16>(shape.tokens * shape.intermediate),
-          arena.take<char>(Int8Rows::bytes(shape.tokens, std::max({shape.hidden, shape.q, shape.intermediate})))};
-}
+using Heads = std::pair<int, int>;  // [first, last) of the heads of q, k and v, in the order of the pack
 
 // Adds the time since the last mark to a part, on the first thread only.
 class Clock {
@@ -113,21 +67,65 @@ class Decoder {
     batch_.out_token = shape_.q;
   }
 
-  void run(Team& team) const {
-    Clock clock(team, call_.part_seconds);
-    for (int layer = 0; layer < call_.layer_count; ++layer) {
+  // Computes the first `layers` layers.
+  void run(Team& team, int layers, Clock& clock) const {
+    for (int layer = 0; layer < layers; ++layer) {
       const LayerWeights& weights = call_.layers[layer];
-      attention_block(team, weights, layer, clock);
-      mlp_block(team, weights, clock);
+      const bf16* normed = norm(team, weights.input_norm, clock);
+      project(team, weights, normed, all_heads(), clock);
+      const AttentionCall attention = of_layer(layer);
+      plan_.write(team, attention);
+      team.barrier();
+      rest_of_layer(team, weights, attention, clock);
     }
+  }
+
+  // K and V of the last layer, and the results of rows that are not read. The caller's next barrier comes before
+  // the rows that are read go on.
+  void write_last(Team& team, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[call_.layer_count - 1];
+    const bf16* normed = norm(team, weights.input_norm, clock);
+    project(team, weights, normed, {batch_.heads, batch_.heads + 2 * batch_.kv_heads}, clock);
+    plan_.write(team, of_layer(call_.layer_count - 1));
+    each_row(team, [&](int64_t t) { check_row(t); });
+  }
+
+  // The rest of the last layer, after its K and V.
+  void run_last(Team& team, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[call_.layer_count - 1];
+    const bf16* normed = norm(team, weights.input_norm, clock);
+    project(team, weights, normed, {0, batch_.heads}, clock);
+    rest_of_layer(team, weights, of_layer(call_.layer_count - 1), clock);
+  }
+
+  // `rows`: where the result of each row goes; null: to its own place.
+  void finish(Team& team, const int64_t* rows, Clock& clock) const {
     each_row(team, [&](int64_t t) {
-      baton::norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
+      bf16* to = call_.result + (rows != nullptr ? rows[t] : t) * shape_.hidden;
+      baton::norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, to);
     });
     clock.mark(kNorm);
   }
 
  private:
   float* row(int64_t t) const { return call_.residual + t * shape_.hidden; }
+  Heads all_heads() const { return {0, batch_.heads + 2 * batch_.kv_heads}; }
+
+  AttentionCall of_layer(int layer) const {
+    AttentionCall attention = batch_;
+    attention.k = call_.tiles + layer * call_.layer_bytes;
+    attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
+    return attention;
+  }
+
+  // The result of a row that is not read.
+  void check_row(int64_t t) const {
+    if (std::binary_search(call_.reads, call_.reads + call_.read_count, t)) return;
+    bf16* result = call_.result + t * shape_.hidden;
+    std::fill(result, result + shape_.hidden, bf16{});
+    const bf16* key = buffers_.qkv + t * shape_.qkv + shape_.q;
+    if (!all_finite(key, shape_.qkv - shape_.q)) store_float(result[0], NAN);
+  }
 
   template <typename F>
   void each_row(const Team& team, F f) const {
@@ -156,7 +154,7 @@ class Decoder {
   }
 
   // Returns normed rows for the next product: this thread's own copy if there are few, else a shared one.
-  const bf16* norm(Team& team, const float* weight) const {
+  const bf16* norm(Team& team, const float* weight, Clock& clock) const {
     const int64_t n = shape_.hidden;
     if (few_) {
       bf16* mine = buffers_.normed + team.index * shape_.tokens * n;
@@ -165,6 +163,7 @@ class Decoder {
     }
     each_row(team, [&](int64_t t) { norm_row(t, weight, buffers_.normed); });
     team.barrier();
+    clock.mark(kNorm);
     return buffers_.normed;
   }
 
@@ -174,55 +173,60 @@ class Decoder {
                     tiled_ ? Tiling{shape_.tokens, n}.tile(t) : 32);
   }
 
-  void attention_block(Team& team, const LayerWeights& weights, int layer, Clock& clock) const {
-    const bf16* normed = norm(team, weights.input_norm);
-    if (!few_) clock.mark(kNorm);
-    if (few_) {
-      project(team, weights, normed);
-      clock.mark(kQkv);
-      finish_heads(team, weights);
-    } else {
-      project_heads(team, weights, input(team, normed, shape_.hidden));
-    }
-    team.barrier();
-    clock.mark(few_ ? kRope : kQkv);
-    AttentionCall attention = batch_;
-    attention.k = call_.tiles + layer * call_.layer_bytes;
-    attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
-    plan_.run(team, attention);
+  // From attention on, whose keys and values have been written.
+  void rest_of_layer(Team& team, const LayerWeights& weights, const AttentionCall& attention, Clock& clock) const {
+    plan_.attend(team, attention);
     clock.mark(kAttention);
     add_product(team, retile(team), shape_.q, weights.out, weights.out_bias);
     clock.mark(kOut);
+    mlp_block(team, weights, clock);
   }
 
-  void project(Team& team, const LayerWeights& weights, const bf16* normed) const {
+  // q, k and v of some heads, then a barrier.
+  void project(Team& team, const LayerWeights& weights, const bf16* normed, Heads heads, Clock& clock) const {
+    if (few_) {
+      project_together(team, weights, normed, heads);
+      clock.mark(kQkv);
+      finish_heads(team, weights, heads);
+    } else {
+      project_heads(team, weights, input(team, normed, shape_.hidden), heads);
+    }
+    team.barrier();
+    clock.mark(few_ ? kRope : kQkv);
+  }
+
+  void project_together(Team& team, const LayerWeights& weights, const bf16* normed, Heads heads) const {
+    const int64_t from = heads.first * shape_.head_dim / kGroup, count = (heads.second - heads.first) * shape_.head_dim / kGroup;
     auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r)
-        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
+        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + (from + group) * kGroup, c + r * ldc,
                     groups * kGroup * sizeof(float));
     };
-    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv.from_group(from, shape_.hidden),
+           shape_.hidden, count, store);
     team.barrier();
   }
 
-  void finish_heads(const Team& team, const LayerWeights& weights) const {
-    const int all = batch_.heads + 2 * batch_.kv_heads;
+  void finish_heads(const Team& team, const LayerWeights& weights, Heads heads) const {
+    const int count = heads.second - heads.first;
     int64_t first, last;
-    team.split(shape_.tokens * all, first, last);
-    for (int64_t i = first; i < last; ++i)
-      finish(weights, i / all, i % all, buffers_.projected + i / all * shape_.qkv + i % all * shape_.head_dim);
+    team.split(shape_.tokens * count, first, last);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t t = i / count, head = heads.first + i % count;
+      finish_one(weights, t, head, buffers_.projected + t * shape_.qkv + head * shape_.head_dim);
+    }
   }
 
   // Many rows: `projected` would not stay in the cache, so each thread projects some rows of one head and finishes them.
-  void project_heads(Team& team, const LayerWeights& weights, const Input& a) const {
-    const int64_t dim = shape_.head_dim, all = batch_.heads + 2 * batch_.kv_heads;
+  void project_heads(Team& team, const LayerWeights& weights, const Input& a, Heads heads) const {
+    const int64_t dim = shape_.head_dim;
     const int64_t parts = (shape_.tokens + kRowsOfTask - 1) / kRowsOfTask;
     float* mine = buffers_.projected + team.index * kRowsOfTask * dim;
     Team alone(0, 1);
     int64_t first, last;
-    team.split(all * parts, first, last);
+    team.split((heads.second - heads.first) * parts, first, last);
     for (int64_t task = first; task < last; ++task) {
-      const int64_t head = task / parts, from = task % parts * kRowsOfTask;
+      const int64_t head = heads.first + task / parts, from = task % parts * kRowsOfTask;
       const int64_t count = std::min(kRowsOfTask, shape_.tokens - from);
       auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
         for (int r = 0; r < rows; ++r)
@@ -230,12 +234,12 @@ class Decoder {
       };
       matmul(alone, a.from_row(from), count, weights.qkv.from_group(head * dim / kGroup, shape_.hidden), shape_.hidden,
              dim / kGroup, store);
-      for (int64_t t = 0; t < count; ++t) finish(weights, from + t, head, mine + t * dim);
+      for (int64_t t = 0; t < count; ++t) finish_one(weights, from + t, head, mine + t * dim);
     }
   }
 
   // One projected head of one token, [head_dim], to the left side of attention.
-  void finish(const LayerWeights& weights, int64_t t, int64_t head, float* projected) const {
+  void finish_one(const LayerWeights& weights, int64_t t, int64_t head, float* projected) const {
     const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads;
     const bool rotate = head < rotated;
     finish_head(projected, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
@@ -245,8 +249,7 @@ class Decoder {
   }
 
   void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {
-    const bf16* normed = norm(team, weights.mlp_norm);
-    if (!few_) clock.mark(kNorm);
+    const bf16* normed = norm(team, weights.mlp_norm, clock);
     auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
       for (int r = 0; r < rows; ++r) {
         const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
@@ -287,15 +290,32 @@ class Decoder {
   Buffers buffers_;
 };
 
-int64_t scratch_bytes(const DecoderCall& call) {
-  Arena arena(nullptr);
-  take_buffers(arena, Shape(call), call.attention->threads);
-  return arena.used();
-}
+int64_t scratch_bytes(const DecoderCall& call) { return reads_some(call) ? Reads(call).end : buffer_bytes(call); }
 
-void run_decoder(const DecoderCall& call, AttentionPlan& plan) {
+void run_decoder(const DecoderCall& call) {
+  AttentionPlan plan(*call.attention);
   const Decoder decoder(call, plan);
-  auto body = [&](Team& team) { decoder.run(team); };
+  if (!reads_some(call)) {
+    auto body = [&](Team& team) {
+      Clock clock(team, call.part_seconds);
+      decoder.run(team, call.layer_count, clock);
+      decoder.finish(team, nullptr, clock);
+    };
+    return parallel(call.attention->threads, body);
+  }
+  const Reads reads(call);
+  AttentionPlan read_plan(reads.attention);
+  const Decoder read(reads.call, read_plan);
+  auto body = [&](Team& team) {
+    Clock clock(team, call.part_seconds);
+    decoder.run(team, call.layer_count - 1, clock);
+    decoder.write_last(team, clock);
+    reads.take(team, call);
+    team.barrier();
+    if (call.read_count == 0) return;
+    read.run_last(team, clock);
+    read.finish(team, call.reads, clock);
+  };
   parallel(call.attention->threads, body);
 }
 

@@ -41,5 +41,11 @@ void finish_head(float* x, const float* bias, const float* norm, const float* co
   for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
 }
 
+bool all_finite(const bf16* x, int64_t n) {
+  bool finite = true;
+  for (int64_t i = 0; i < n; ++i) finite &= (x[i].bits & 0x7f80) != 0x7f80;
+  return finite;
+}
+
 }  // namespace
 }  // namespace baton

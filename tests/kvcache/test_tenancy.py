@@ -10,7 +10,7 @@ from kvcache.radix_tree import evict_all
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.config import TierConfig
-from tests.kvcache.support import HandMover, key, locked, matched, memory, put, radix_cache
+from tests.kvcache.support import HandMover, Index, key, locked, matched, memory, put, radix_cache
 
 PAGE = 4
 COMMON = [7] * (3 * PAGE)
@@ -89,33 +89,51 @@ def test_a_locked_copy_gives_way_at_the_end_of_a_later_epoch(shared: Memory) -> 
         shared.check_memory({"full": []}, [])
 
 
-@pytest.mark.parametrize("more", [[], [8] * PAGE], ids=["", "with what is below"])
-def test_a_copy_on_the_device_gives_its_pages_to_public_ones_on_the_host(more: list[int]) -> None:
+@pytest.mark.parametrize("own_pages", [0, 1], ids=["a leaf", "with a page of its own"])
+@pytest.mark.parametrize("more", [[], [8] * PAGE], ids=["one node", "with one below"])
+def test_a_copy_on_the_device_gives_its_pages_to_public_ones_on_the_host(
+    more: list[int], own_pages: int
+) -> None:
     mover, tenancy = HandMover(), TenancyConfig(users=2, secret=b"s")
     common = [*COMMON, *more]
+    kept = [*common, *[ord("b")] * PAGE * own_pages]  # the tenant's whose copy stays on the device
     with memory(PAGE, 64, mover=mover, tiers=TierConfig(ratio=2.0), tenancy=tenancy) as built:
         for tenant in ("a", "b", "c"):
             put(built, COMMON, tenant=tenant)
-            put(built, [*common, *[ord(tenant)] * PAGE], tenant=tenant)
+            put(built, kept if tenant == "b" else [*common, *[ord(tenant)] * PAGE], tenant=tenant)
         end_moves(built, mover)
-        copy = radix_cache(built).match_prefix(key([*common, *[ord("b")] * PAGE], tenant="b"))
+        copy = radix_cache(built).match_prefix(key(kept, tenant="b"))
         held = copy.device_indices.tolist()
-        assert len(held) == len(common) + PAGE
+        assert len(held) == len(kept)
         built.cache.inc_lock_ref(copy.last_device_node)
         promotion(built).end_epoch()
         end_moves(built, mover)
         evict_all(built.cache.tree)
         assert matched(built, common, tenant="d") == 0, "public pages are on the host alone"
         built.cache.dec_lock_ref(copy.last_device_node)
-        merged = promotion(built).merged_copies
+        merged, index = promotion(built).merged_copies, Index()
+        index.read(*built.take_events())
         promotion(built).end_epoch()
+        index.read(*built.take_events())
+        assert index.blocks.keys() == told_now(built)
         assert promotion(built).merged_copies > merged
         public = built.cache.match_prefix(key([*common, 0, 0, 0, 0], tenant="d"))
         assert public.device_indices.tolist() == held[: len(common)], "nothing was computed or loaded"
-        assert matched(built, [*common, *[ord("b")] * PAGE], tenant="b") == len(held)
+        assert matched(built, kept, tenant="b") == len(held)
         built.check_memory({"full": []}, [])
         evict_all(built.cache.tree)
         assert built.check_memory({"full": []}, []).free_pages == built.num_pages
+
+
+def told_now(built: Memory) -> set[int]:
+    """The names of all pages on the device, as who comes too late learns them."""
+    late = Index()
+    public, private = (list(part.batches(at_most=3)) for part in built.snapshot())
+    for batch in public:
+        late.read(batch)
+    for batch in private:
+        late.read((), batch)
+    return set(late.blocks)
 
 
 def end_moves(built: Memory, mover: HandMover) -> None:

@@ -133,7 +133,7 @@ class TiersMachine(GroupsMachine):
         taken = super().take(live, match, starts_at)
         if taken and match.last_device_node is not None:
             self.memory.tiers.moves.consider(match.last_device_node.path(), is_found=True)
-        self.memory.tiers.forget(id(live))  # another may have its id later
+        self.memory.tiers.forget(live)
         return taken
 
     def read_events(self) -> None:
@@ -373,12 +373,12 @@ class TiersMachine(GroupsMachine):
         if len(self.waiting) > 3:
             return False
         if tiers.storage is not None:
-            tiers.storage.prefetches.prefetch(id(live), self.key(live.req, live.prompt_len - 1))
-            if tiers.storage.prefetches.waits(id(live)):
+            tiers.storage.prefetches.prefetch(live, self.key(live.req, live.prompt_len - 1))
+            if tiers.storage.prefetches.waits(live):
                 self.waiting.append(live)
                 return True
         if not tiers.moves.loads.wants(match):
-            tiers.forget(id(live))
+            tiers.forget(live)
             return False
         waits = self.loads_for(live, match, is_next=len(self.waiting) % 2 == 0)
         if waits:
@@ -391,9 +391,9 @@ class TiersMachine(GroupsMachine):
         loads = self.memory.tiers.moves.loads
         before = loads.loading
         if is_next:
-            waits = loads.bring_back(id(live), match, fits=True)
+            waits = loads.bring_back(live, match, fits=True)
         else:
-            loads.bring_ahead(id(live), match)
+            loads.bring_ahead(live, match)
             waits = loads.loading > before
         type(self).at_once += 0 < before < loads.loading
         return waits
@@ -405,7 +405,7 @@ class TiersMachine(GroupsMachine):
         assert tiers is not None
         live = self.waiting[index % len(self.waiting)]
         if not gives_up:
-            if tiers.storage is not None and tiers.storage.prefetches.waits(id(live)):
+            if tiers.storage is not None and tiers.storage.prefetches.waits(live):
                 return
             key = self.key(live.req, live.prompt_len - 1)
             match = self.cache.match_prefix(key)
@@ -415,7 +415,7 @@ class TiersMachine(GroupsMachine):
             if self.take(live, match, length):
                 self.contents.read(live.req, length)
         else:
-            tiers.forget(id(live))
+            tiers.forget(live)
         self.waiting.remove(live)
 
     @rule(chance=st.integers(0, 4))
@@ -425,7 +425,7 @@ class TiersMachine(GroupsMachine):
             return
         assert self.memory.tiers is not None
         loads = self.memory.tiers.moves.loads
-        held = {id(live): loads.loaded_pages(id(live)) for live in self.waiting}
+        held = {live: loads.loaded_pages(live) for live in self.waiting}
         loads.make_room()
         still = [owner for owner, pages in held.items() if pages and loads.loaded_pages(owner)]
         assert len(still) <= loads.loading, "what was loaded stays locked"
@@ -444,7 +444,7 @@ class TiersMachine(GroupsMachine):
         assert self.memory.tiers is not None
         host, storage = self.memory.tiers.host, self.memory.tiers.storage
         for live in self.waiting:
-            self.memory.tiers.forget(id(live))
+            self.memory.tiers.forget(live)
         self.waiting = []
         while self.reading:
             self.end_read(0)

@@ -31,6 +31,7 @@ NEW = "avx512_bf16 or amx"
         pytest.param("engine/cpu/test_expanded_weights.py", NEW, id="expanded_weights"),
         pytest.param("engine/cpu/test_attention.py", NEW, id="attention"),
         pytest.param("engine/cpu/test_quantised.py", "", id="quantised"),
+        pytest.param("engine/cpu/test_decoder.py", NEW, id="decoder"),
         pytest.param("engine/cpu/test_experts.py", "best", id="experts"),
         pytest.param("engine/checkpoint/test_kept_formats.py", "", id="kept_formats"),
         pytest.param("engine/test_oracle_bfloat16.py", NEW, id="oracle_bfloat16"),

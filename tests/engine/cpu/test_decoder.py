@@ -1,0 +1,149 @@
+"""The fused decoder computes the last layer for the rows that are read alone, and writes K and V of all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.argmax import finite_rows
+from engine.batch import PooledPrompt, ScoredPrompt
+from engine.cpu.decoder import FusedDecoder
+from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.runner import ModelRunner
+from tests.engine.conftest import PROMPTS, Drawn
+from tests.support.driver import Driver, open_runner
+
+try:
+    ISAS = [isa for isa in machine_isas() if isa != "base"]
+except KernelsUnavailable as error:
+    pytest.skip(f"no kernels: {error}", allow_module_level=True)
+PAGE, PAGES = 16, 60
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    set_isa(request.param)
+    yield request.param
+    set_isa(machine_isas()[-1])
+
+
+def fused(path: Path, weight_dtype: str = "auto") -> tuple[ModelRunner, Any]:
+    """A runner with a fused decoder, and its pool without garbage."""
+    runner, pool = open_runner(
+        path, PAGE, PAGES, dtype="bfloat16", attention="cpu", linear="packed", weight_dtype=weight_dtype
+    )
+    assert isinstance(runner._decoder, FusedDecoder)
+    pool.bytes.zero_()
+    return runner, pool
+
+
+def hidden_of(runner: ModelRunner, *args: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return runner._hidden(*args).float()
+
+
+@pytest.mark.parametrize(
+    ("counts", "sampled", "scored", "pooled"),
+    [
+        ([40], [], [], []),
+        ([40], [0], [], []),
+        ([9, 33], [1], [], []),
+        ([1] * 11 + [33], list(range(11)), [], []),  # more rows are read than few
+        ([1, 40, 20, 30], [0, 2], [1], []),
+        ([30, 25], [], [], [1]),
+        ([300, 5], [0], [], []),  # the context of the one query is in several parts
+    ],
+)
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+def test_rows_that_are_read(
+    isa: str,
+    weight_dtype: str,
+    counts: list[int],
+    sampled: list[int],
+    scored: list[int],
+    pooled: list[int],
+    drawn: Drawn,
+) -> None:
+    path, _ = drawn("qwen3")
+    (some, pool), (every, whole) = fused(path, weight_dtype), fused(path, weight_dtype)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, count + 7).tolist() for count in counts]
+    drivers = Driver(some, PAGES, PAGE), Driver(every, PAGES, PAGE)
+    batches = []
+    for driver, runner in zip(drivers, (some, every), strict=True):
+        lanes = [driver.add(prompt) for prompt in prompts]
+        hidden_of(runner, driver.batch([(lane, 7) for lane in lanes]))
+        batches.append(driver.batch(list(zip(lanes, counts, strict=True))))
+    reading = _reading(batches[0], sampled, scored, pooled)
+    result = hidden_of(some, reading)
+    wanted = hidden_of(every, _reading(batches[1], [], [], list(range(len(counts)))))
+    ends = np.cumsum(counts)
+    read = [
+        token
+        for i, (n, end) in enumerate(zip(counts, ends, strict=True))
+        for token in range(end - n, end)
+        if i in scored + pooled or (i in sampled and token == end - 1)
+    ]
+    # The sums of a query alone have another order than those of a chunk: what differs is rounding.
+    assert torch.allclose(result[read], wanted[read], rtol=0.0, atol=0.03 * float(wanted.abs().max()))
+    left = np.setdiff1d(np.arange(sum(counts)), read)
+    assert not result[left].any()
+    assert torch.equal(pool.bytes, whole.bytes)
+    some.close()
+    every.close()
+
+
+def _reading(batch: Any, sampled: list[int], scored: list[int], pooled: list[int]) -> Any:
+    nothing = np.zeros(0, np.int64)
+    return replace(
+        batch,
+        sampled=np.array(sampled, np.int32),
+        scored=tuple(ScoredPrompt(i, nothing, 0) for i in scored),
+        pooled=tuple(PooledPrompt(i, 0) for i in pooled),
+    )
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_keys_and_values_that_are_not_finite_are_seen_in_rows_that_are_not_read(
+    isa: str, part: str, drawn: Drawn, tmp_path: Path
+) -> None:
+    path, _ = drawn("llama")
+    spoilt = shutil.copytree(path, tmp_path / "spoilt")
+    weights = load_file(spoilt / "model.safetensors")
+    layers = sorted(name for name in weights if name.endswith(f"{part}.weight"))
+    weights[layers[-1]][3] = torch.nan
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    runner, _ = fused(spoilt)
+    driver = Driver(runner, PAGES, PAGE)
+    lane = driver.add(PROMPTS[2])
+    result = driver.step([(lane, 30)])
+    runner.close()
+    assert list(result.failures) == [0]
+    assert len(result.tokens) == 0
+
+
+def test_a_chunk_without_a_sample_keeps_a_bad_sequence_apart(isa: str, drawn: Drawn) -> None:
+    path, _ = drawn("llama")
+    runner, _ = fused(path)
+
+    def spoil(_module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[inputs[0] == 300, 3] = torch.nan
+        return output
+
+    runner._decoder.embed_tokens.register_forward_hook(spoil)
+    driver = Driver(runner, PAGES, PAGE)
+    good, bad = driver.add(PROMPTS[2]), driver.add([1, 2, 300, *PROMPTS[2]])
+    hidden = hidden_of(runner, driver.batch([(good, 30), (bad, 30)]))
+    runner.close()
+    finite = finite_rows(hidden).tolist()
+    assert all(finite[:30])
+    assert not any(finite[32:])
