@@ -24,7 +24,7 @@ from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3
 
 from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
-from bench.floor import CONTEXT, DECODE_STEPS, DecodeStep, ReadBandwidth
+from bench.floor import CONTEXT, DECODE_STEPS, JudgedStep, ReadBandwidth
 from bench.make_model import VOCAB_SIZE, make_model
 
 BATCHES = (1, 8)
@@ -148,13 +148,13 @@ def measure(config: PretrainedConfig, threads: int, rounds: int) -> tuple[dict[s
         weights = Weights(config)
         with EngineRig(directory, threads) as rig:
             read = ReadBandwidth()
-            steps: dict[str, DecodeStep] = {}
+            steps: dict[str, JudgedStep] = {}
             values: dict[str, float] = {}
             for batch in BATCHES:
                 experts = experts_read(rig, batch)
                 step_bytes = weights.shared + weights.mixtures * weights.expert * experts
                 step_bytes += batch * rig.state_bytes(CONTEXT)
-                steps[f"b{batch}"] = DecodeStep(rig, batch, step_bytes, read)
+                steps[f"b{batch}"] = JudgedStep(rig, batch, step_bytes, read)
                 values[f"b{batch}_experts"] = round(experts, 1)
                 values[f"b{batch}_mb"] = round(step_bytes / 1e6)
             took = medians(alternate({"read": read, **steps}, rounds))  # experts_read has warmed up

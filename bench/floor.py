@@ -76,36 +76,52 @@ def step_seconds(rig: EngineRig, batch: int, on_prefilled: Callable[[], object] 
 
 
 class DecodeStep:
-    """The median time of a decode step, and how it compares with reading its bytes.
+    """The median time of a decode step with one instruction set. The best one computes the contexts."""
 
-    `of_floor`: floor time / our time of each measurement. The best instruction set computes the contexts.
+    def __init__(self, rig: EngineRig, batch: int, isa: str | None = None) -> None:
+        self._rig = rig
+        self._batch = batch
+        self._isa = isa
+
+    def __call__(self) -> float:
+        """One measurement, in seconds."""
+        if self._isa is not None:
+            set_isa(machine_isas()[-1])
+        return step_seconds(self._rig, self._batch, self.begin)
+
+    def begin(self) -> None:
+        """The contexts have been computed."""
+        if self._isa is not None:
+            set_isa(self._isa)
+
+
+class JudgedStep(DecodeStep):
+    """A DecodeStep, and how it compares with reading its bytes.
+
+    `of_floor`: floor time / our time of each measurement.
     """
 
     def __init__(
         self, rig: EngineRig, batch: int, step_bytes: float, read: ReadBandwidth, isa: str | None = None
     ) -> None:
-        self._rig = rig
-        self._batch = batch
+        super().__init__(rig, batch, isa)
         self._step_bytes = step_bytes
         self._read = read
-        self._isa = isa
+        self._rates: list[float] = []
         self.of_floor: list[float] = []
 
     def __call__(self) -> float:
         """One measurement, in seconds."""
-        rates: list[float] = []
-
-        def begin() -> None:
-            if self._isa is not None:
-                set_isa(self._isa)
-            rates.append(self._read())
-
-        if self._isa is not None:
-            set_isa(machine_isas()[-1])
-        step = step_seconds(self._rig, self._batch, begin)
-        rates.append(self._read())
-        self.of_floor.append(self._step_bytes / statistics.mean(rates) / step)
+        self._rates = []
+        step = super().__call__()
+        self._rates.append(self._read())
+        self.of_floor.append(self._step_bytes / statistics.mean(self._rates) / step)
         return step
+
+    def begin(self) -> None:
+        """The contexts have been computed: read the bandwidth before the steps, too."""
+        super().begin()
+        self._rates.append(self._read())
 
 
 class GemmRate:
@@ -217,7 +233,7 @@ class OfIsa:
         self._config = rig.hf_config
         chosen = None if isa == "torch" else isa
         self._decode = {
-            batch: DecodeStep(rig, batch, decode_bytes(rig.hf_config, batch), read, chosen)
+            batch: JudgedStep(rig, batch, decode_bytes(rig.hf_config, batch), read, chosen)
             for batch in BATCHES
         }
         sides: dict[str, Callable[[], float]] = {
@@ -228,7 +244,7 @@ class OfIsa:
         }
         if rounded is not None:
             for batch in (1, 8):
-                sides[f"int8_decode_b{batch}"] = DecodeStep(rounded, batch, 0.0, read, chosen)
+                sides[f"int8_decode_b{batch}"] = DecodeStep(rounded, batch, chosen)
             sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
         self._names = tuple(sides)
         self.sides = {f"{isa} {name}": self._on(side) for name, side in sides.items()}
