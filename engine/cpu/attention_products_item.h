@@ -83,9 +83,9 @@ class Products {
     std::memset(memory_.acc, 0, sizeof(float) * count * dim_);
   }
 
-  // Adds the context tile that starts at token `tile`, packed at `k` and `v`.
-  void add_tile(int tile, const bf16* k, const bf16* v) {
-    for (int r = 0; r < count_; r += kRowBlock) add_tile(r, std::min(kRowBlock, count_ - r), tile, k, v);
+  // Adds the context tile of `tokens` tokens that starts at token `tile`, packed at `k` and `v`.
+  void add_tile(int tile, int tokens, const bf16* k, const bf16* v) {
+    for (int r = 0; r < count_; r += kRowBlock) add_rows(r, std::min(kRowBlock, count_ - r), tile, tokens, k, v);
   }
 
   void finish() const {
@@ -103,11 +103,11 @@ class Products {
   int first(int r) const { return first_seen(call_, origin_ + before_ + token(r)) - origin_; }
   int unseen(int r) const { return first(r) / 32 * 32; }  // this row and later rows do not see tokens before this one
 
-  void add_tile(int row, int count, int tile, const bf16* k, const bf16* v) {
+  void add_rows(int row, int count, int tile, int tokens, const bf16* k, const bf16* v) {
     const int from = std::max(tile, unseen(row)), end = std::min(tile + kContextTile, visible(row + count - 1));
     if (from >= end) return;
     const int n = static_cast<int>(padded(end - from));
-    const int stored = static_cast<int>(padded(std::min(kContextTile, length_ - tile)));
+    const int stored = static_cast<int>(padded(tokens));
     float* acc = memory_.acc + row * dim_;
     gemm_(memory_.q + row * dim_, dim_, count, k + (from - tile) * dim_, dim_, dim_, n / kGroup, memory_.scores,
           kContextTile);
@@ -158,12 +158,18 @@ void transpose_pairs(const bf16* const* rows, int d, bf16* to) {
   }
 }
 
-// Packs the K and V of one context tile.
-void pack_tile(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v) {
-  const int dim = call.head_dim, start = context_start(call, seq), length = call.seq_lens[seq] - start;
-  const int from = start + tile * kContextTile;
-  const int n = std::min(kContextTile, length - tile * kContextTile);
-  const int wide = static_cast<int>(padded(n));
+// Writes 16 values of each of two rows to `to` in turns: those of the first row to even places.
+void alternate(const bf16* first, const bf16* second, bf16* to) {
+  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
+  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+  const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+// Packs the K and V of `n` context tokens from `tile` on.
+void pack_tile(const AttentionCall& call, int seq, int kv_head, int tile, int n, bf16* k, bf16* v) {
+  const int dim = call.head_dim, from = context_start(call, seq) + tile, wide = static_cast<int>(padded(n));
   alignas(64) static const bf16 zeros[kMaxHeadDim] = {};
   alignas(64) static thread_local bf16 values[kContextTile * kMaxHeadDim];  // of a quantised pool
   const bf16* rows[kContextTile];
@@ -177,11 +183,7 @@ void pack_tile(const AttentionCall& call, int seq, int kv_head, int tile, bf16* 
     }
   fetch(call, call.v, seq, kv_head, from, n, values, rows);
   for (int d = 0; d < dim; d += 16)
-    for (int j = 0; j < wide; j += 2, v += 32)
-      for (int i = 0; i < 16; ++i) {
-        v[2 * i] = rows[j][d + i];
-        v[2 * i + 1] = rows[j + 1][d + i];
-      }
+    for (int j = 0; j < wide; j += 2, v += 32) alternate(rows[j] + d, rows[j + 1] + d, v);
 }
 
 }  // namespace
@@ -199,8 +201,9 @@ void BATON_PRODUCTS(const AttentionCall& call, const AttentionItem& item) {
     const int count = std::min(kProductRows, total - done);
     products.begin(done, count);
     for (int tile = products.first_tile(); tile < products.visible(count - 1); tile += kContextTile) {
-      pack_tile(call, item.seq, item.kv_head, tile / kContextTile, packed.k, packed.v);
-      products.add_tile(tile, packed.k, packed.v);
+      const int tokens = std::min(kContextTile, products.visible(count - 1) - tile);  // the last row sees most
+      pack_tile(call, item.seq, item.kv_head, tile, tokens, packed.k, packed.v);
+      products.add_tile(tile, tokens, packed.k, packed.v);
     }
     products.finish();
   }

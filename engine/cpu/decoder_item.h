@@ -196,7 +196,8 @@ class Decoder {
   }
 
   void project_together(Team& team, const LayerWeights& weights, const bf16* normed, Heads heads) const {
-    const int64_t from = heads.first * shape_.head_dim / kGroup, count = (heads.second - heads.first) * shape_.head_dim / kGroup;
+    const int64_t from = heads.first * shape_.head_dim / kGroup;
+    const int64_t count = (heads.second - heads.first) * shape_.head_dim / kGroup;
     auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r)
         std::memcpy(buffers_.projected + (first + r) * shape_.qkv + (from + group) * kGroup, c + r * ldc,
@@ -234,7 +235,12 @@ class Decoder {
       };
       matmul(alone, a.from_row(from), count, weights.qkv.from_group(head * dim / kGroup, shape_.hidden), shape_.hidden,
              dim / kGroup, store);
-      for (int64_t t = 0; t < count; ++t) finish_one(weights, from + t, head, mine + t * dim);
+      for (int64_t t = 0; t < count; ++t) {
+        // Attention of the last layer has read these lines, maybe on another core.
+        const bf16* later = buffers_.qkv + (from + t + 8) * shape_.qkv + head * dim;
+        for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(later + d, 1);
+        finish_one(weights, from + t, head, mine + t * dim);
+      }
     }
   }
 

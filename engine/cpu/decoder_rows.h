@@ -21,24 +21,30 @@ void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* t
     store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
 }
 
-// Applies bias, norm (each may be null) and rotation to one head in place, and rounds the result to `to`.
+// Applies bias, norm and rotation (each may be null) to one head, of which `x` is lost, and rounds the result to `to`.
 void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
                  bf16* to) {
   if (bias != nullptr)
-    for (int d = 0; d < dim; ++d) x[d] += bias[d];
+    for (int d = 0; d < dim; d += 16) store(x + d, add(load(x + d), load(bias + d)));
   if (norm != nullptr) {
-    const float scale = 1.0f / std::sqrt(mean_square(x, dim) + eps);
-    for (int d = 0; d < dim; ++d) x[d] *= scale * norm[d];
+    const Vec scale = splat(1.0f / std::sqrt(mean_square(x, dim) + eps));
+    for (int d = 0; d < dim; d += 16) store(x + d, mul(load(x + d), mul(scale, load(norm + d))));
   }
-  if (cos != nullptr) {
-    const int half = dim / 2;
-    for (int d = 0; d < half; ++d) {
-      const float low = x[d], high = x[half + d];
-      x[d] = low * cos[d] - high * sin[d];
-      x[half + d] = high * cos[d] + low * sin[d];
-    }
+  if (cos == nullptr) {
+    for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
+    return;
   }
-  for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
+  const int half = dim / 2;
+  for (int d = 0; d + 16 <= half; d += 16) {
+    const Vec low = load(x + d), high = load(x + half + d), c = load(cos + d), s = load(sin + d);
+    store(to + d, sub(mul(low, c), mul(high, s)));
+    store(to + half + d, mul_add(high, c, mul(low, s)));
+  }
+  for (int d = half / 16 * 16; d < half; ++d) {  // of a head of 16, 48, 80 ... values
+    const float low = x[d], high = x[half + d];
+    store_float(to[d], low * cos[d] - high * sin[d]);
+    store_float(to[half + d], high * cos[d] + low * sin[d]);
+  }
 }
 
 bool all_finite(const bf16* x, int64_t n) {
