@@ -97,8 +97,8 @@ class ForwardBatch:
         return starts
 
     def read_lens(self) -> npt.NDArray[np.int32]:
-        """[S]: how many of its last new tokens each sequence's result is computed from: 0, 1 or all. What the
-        last layer says of the others is only asked whether it is finite."""
+        """[S]: of how many last new tokens of each sequence the hidden states are read: 0, 1 or all. Of the
+        others only whether they are finite is looked at."""
         lens = np.zeros(len(self.q_lens), np.int32)
         lens[self.sampled] = 1
         whole = [one.sequence for one in self.scored] + [one.sequence for one in self.pooled]

@@ -236,7 +236,7 @@ class Decoder {
       matmul(alone, a.from_row(from), count, weights.qkv.from_group(head * dim / kGroup, shape_.hidden), shape_.hidden,
              dim / kGroup, store);
       for (int64_t t = 0; t < count; ++t) {
-        // Attention of the last layer has read these lines, maybe on another core.
+        // Attention of the layer before has read these lines, maybe on another core.
         const bf16* later = buffers_.qkv + (from + t + 8) * shape_.qkv + head * dim;
         for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(later + d, 1);
         finish_one(weights, from + t, head, mine + t * dim);
