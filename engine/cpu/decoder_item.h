@@ -224,9 +224,8 @@ class Decoder {
     const int64_t parts = (shape_.tokens + kRowsOfTask - 1) / kRowsOfTask;
     float* mine = buffers_.projected + team.index * kRowsOfTask * dim;
     Team alone(0, 1);
-    int64_t first, last;
-    team.split((heads.second - heads.first) * parts, first, last);
-    for (int64_t task = first; task < last; ++task) {
+    Shares tasks(team, (heads.second - heads.first) * parts);
+    for (int64_t task; tasks.take(task);) {
       const int64_t head = heads.first + task / parts, from = task % parts * kRowsOfTask;
       const int64_t count = std::min(kRowsOfTask, shape_.tokens - from);
       auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {

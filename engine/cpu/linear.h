@@ -21,6 +21,7 @@ constexpr int kGroup = 16;   // outputs in a line
 constexpr int kUnit = 2;     // groups that a large product computes together
 constexpr int kFewRows = 8;    // up to this many rows, a product is bound by reading the weights
 constexpr int64_t kAheadBytes = 1024;       // that few rows prefetch of the weights while they are multiplied
+constexpr int64_t kTaskBytes = 256 << 10;    // of weights, that a thread takes at a time
 constexpr int64_t kPanelBytes = 1 << 20;     // of rows that stay in the second-level cache while the weights pass by
 constexpr int64_t kPanelRows = 512;         // at most
 
@@ -162,9 +163,9 @@ inline Ahead next_unit(const Weights& weights, int64_t k, int groups, int64_t ro
 }
 
 // Computes this thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets
-// each finished block of float32 sums while it is in the cache. There is no barrier.
+// each finished block of float32 sums while it is in the cache. There is no barrier: one comes before the next product.
 template <typename Done>
-void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
+void matmul(Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
   const bool int8 = weights.format == kInt8Pack, expanded = weights.format > kInt8Pack;
   const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
   a.sums = input_sums(a, m, k, weights.format);
@@ -173,12 +174,9 @@ void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, in
   const GemmExpanded gemm_expanded = gemm_expanded_for();
   const int64_t panel = panel_rows(m, int8 ? k : 2 * k), ldc = kUnit * kGroup;
   alignas(64) float c[kPanelRows * kUnit * kGroup];
-  int64_t first, last;
-  team.split((groups + kUnit - 1) / kUnit, first, last);
-  for (int64_t start = 0; start < m; start += panel) {
-    const int64_t end = std::min(m, start + panel);
-    for (int64_t group = first * kUnit; group < std::min(groups, last * kUnit); group += kUnit) {
-      const int count = static_cast<int>(std::min<int64_t>(groups - group, kUnit));
+  auto compute = [&](int64_t start, int64_t end, int64_t first, int64_t last) {  // rows and groups, from and to
+    for (int64_t group = first; group < last; group += kUnit) {
+      const int count = static_cast<int>(std::min<int64_t>(last - group, kUnit));
       const Weights unit = weights.from_group(group, k), next = weights.from_group(group + count, k);
       if (a.tiled || expanded) {
         const Input rows = a.from_row(start);
@@ -202,7 +200,12 @@ void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, in
         done(c, ldc, row, rows, group, count);
       }
     }
-  }
+  };
+  const int64_t task_groups = kUnit * std::max<int64_t>(1, kTaskBytes / group_bytes(weights.format, kUnit * k));
+  Shares tasks(team, (groups + task_groups - 1) / task_groups);
+  for (int64_t task; tasks.take(task);)
+    for (int64_t start = 0; start < m; start += panel)
+      compute(start, std::min(m, start + panel), task * task_groups, std::min(groups, (task + 1) * task_groups));
   release_tiles();
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -16,6 +17,11 @@
 #endif
 
 namespace baton {
+
+struct alignas(64) Taken {
+  std::atomic<int64_t> count{0};
+};
+
 namespace {
 
 constexpr int kSpins = 300;     // of `pause`, about 5-15 us: longer than a balanced barrier takes
@@ -35,6 +41,8 @@ void spin_then_yield(Done done) {
   }
 }
 
+constexpr unsigned kShares = 4;  // more than the steps that threads can be in at a time
+
 struct Pool {
   std::mutex turn;  // held by the caller for the length of a region
 
@@ -49,6 +57,8 @@ struct Pool {
   Region region = nullptr;
   void* context = nullptr;
   std::vector<std::thread> helpers;
+  std::unique_ptr<Taken[]> taken;  // [kShares, size]
+  int taken_size = 0;
 
   void barrier() {
     const uint32_t before = phase.load(std::memory_order_acquire);
@@ -94,6 +104,9 @@ struct Pool {
       }
     }
     size = threads;
+    if (taken_size < size) taken.reset(new Taken[kShares * size]);
+    taken_size = std::max(taken_size, size);
+    for (unsigned i = 0; i < kShares * size; ++i) taken[i].count.store(0, std::memory_order_relaxed);
     region = work;
     context = argument;
     running.store(static_cast<int>(helpers.size()), std::memory_order_relaxed);
@@ -125,6 +138,24 @@ Pool& the_pool() {
 
 void Team::barrier() {
   if (size > 1) pool->barrier();
+}
+
+Shares::Shares(Team& team, int64_t n) : team_(team), n_(n) {
+  if (team.size == 1) return;
+  const unsigned mine = team.shares_++;
+  taken_ = &pool->taken[mine % kShares * team.size];
+  pool->taken[(mine + 2) % kShares * team.size + team.index].count.store(0, std::memory_order_relaxed);
+}
+
+bool Shares::take(int64_t& task) {
+  if (taken_ == nullptr) return (task = alone_++) < n_;
+  for (; from_ < team_.size; ++from_) {
+    const int64_t of = (team_.index + from_) % team_.size;
+    const int64_t first = n_ * of / team_.size, end = n_ * (of + 1) / team_.size;
+    task = first + taken_[of].count.fetch_add(1, std::memory_order_relaxed);
+    if (task < end) return true;
+  }
+  return false;
 }
 
 void run_region(int threads, Region region, void* context) {

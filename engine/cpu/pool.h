@@ -24,6 +24,28 @@ class Team {
     begin = n * index / size;
     end = n * (index + 1) / size;
   }
+
+ private:
+  friend class Shares;
+  unsigned shares_ = 0;  // how many there were in this region
+};
+
+struct Taken;
+
+// The tasks [0, n) of one step of a region. A thread takes those of its own part (Team::split), one after the other, and
+// then those that another thread has not begun: that one may have lost its core to another process. Every thread of the
+// team makes one, with the same n, and a barrier comes before the next.
+class Shares {
+ public:
+  Shares(Team& team, int64_t n);
+  bool take(int64_t& task);
+
+ private:
+  const Team& team_;
+  const int64_t n_;
+  Taken* taken_ = nullptr;  // by thread; null: there is one thread
+  int64_t alone_ = 0;
+  int from_ = 0;  // how many threads' parts are done
 };
 
 using Region = void (*)(Team& team, void* context);
