@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
-#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -57,8 +56,7 @@ struct Pool {
   Region region = nullptr;
   void* context = nullptr;
   std::vector<std::thread> helpers;
-  std::unique_ptr<Taken[]> taken;  // [kShares, size]
-  int taken_size = 0;
+  std::vector<Taken> taken;  // [kShares, size], at least
 
   void barrier() {
     const uint32_t before = phase.load(std::memory_order_acquire);
@@ -104,9 +102,8 @@ struct Pool {
       }
     }
     size = threads;
-    if (taken_size < size) taken.reset(new Taken[kShares * size]);
-    taken_size = std::max(taken_size, size);
-    for (unsigned i = 0; i < kShares * size; ++i) taken[i].count.store(0, std::memory_order_relaxed);
+    if (taken.size() < kShares * size) taken = std::vector<Taken>(kShares * size);
+    for (Taken& one : taken) one.count.store(0, std::memory_order_relaxed);
     region = work;
     context = argument;
     running.store(static_cast<int>(helpers.size()), std::memory_order_relaxed);
@@ -150,8 +147,9 @@ Shares::Shares(Team& team, int64_t n) : team_(team), n_(n) {
 bool Shares::take(int64_t& task) {
   if (taken_ == nullptr) return (task = alone_++) < n_;
   for (; from_ < team_.size; ++from_) {
-    const int64_t of = (team_.index + from_) % team_.size;
-    const int64_t first = n_ * of / team_.size, end = n_ * (of + 1) / team_.size;
+    const int of = (team_.index + from_) % team_.size;
+    int64_t first, end;
+    Team(of, team_.size).split(n_, first, end);
     task = first + taken_[of].count.fetch_add(1, std::memory_order_relaxed);
     if (task < end) return true;
   }

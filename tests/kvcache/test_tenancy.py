@@ -11,6 +11,7 @@ from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.config import TierConfig
 from tests.kvcache.support import HandMover, Index, key, locked, matched, memory, put, radix_cache
+from tests.kvcache.test_tiers import rest
 
 PAGE = 4
 COMMON = [7] * (3 * PAGE)
@@ -101,13 +102,13 @@ def test_a_copy_on_the_device_gives_its_pages_to_public_ones_on_the_host(
         for tenant in ("a", "b", "c"):
             put(built, COMMON, tenant=tenant)
             put(built, kept if tenant == "b" else [*common, *[ord(tenant)] * PAGE], tenant=tenant)
-        end_moves(built, mover)
+        rest(built, mover)
         copy = radix_cache(built).match_prefix(key(kept, tenant="b"))
         held = copy.device_indices.tolist()
         assert len(held) == len(kept)
         built.cache.inc_lock_ref(copy.last_device_node)
         promotion(built).end_epoch()
-        end_moves(built, mover)
+        rest(built, mover)
         evict_all(built.cache.tree)
         assert matched(built, common, tenant="d") == 0, "public pages are on the host alone"
         built.cache.dec_lock_ref(copy.last_device_node)
@@ -134,14 +135,6 @@ def told_now(built: Memory) -> set[int]:
     for batch in private:
         late.read((), batch)
     return set(late.blocks)
-
-
-def end_moves(built: Memory, mover: HandMover) -> None:
-    """All that moves between tiers comes to its end."""
-    assert built.tiers is not None
-    while mover.waiting or mover.finished:
-        mover.do_all()
-        built.tiers.poll()
 
 
 def test_thresholds_lie_between_k_and_2k() -> None:

@@ -19,6 +19,7 @@ from engine.cpu.decoder import FusedDecoder
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
+from tests.engine.test_not_finite import poison
 from tests.support.driver import Driver, open_runner
 
 try:
@@ -133,13 +134,7 @@ def test_keys_and_values_that_are_not_finite_are_seen_in_rows_that_are_not_read(
 def test_a_chunk_without_a_sample_keeps_a_bad_sequence_apart(isa: str, drawn: Drawn) -> None:
     path, _ = drawn("llama")
     runner, _ = fused(path)
-
-    def spoil(_module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        output = output.clone()
-        output[inputs[0] == 300, 3] = torch.nan
-        return output
-
-    runner._decoder.embed_tokens.register_forward_hook(spoil)
+    poison(runner, 300, torch.nan)
     driver = Driver(runner, PAGES, PAGE)
     good, bad = driver.add(PROMPTS[2]), driver.add([1, 2, 300, *PROMPTS[2]])
     hidden = hidden_of(runner, driver.batch([(good, 30), (bad, 30)]))
