@@ -58,11 +58,11 @@ class HostBuffer(PoolBuffer):
 
     def __init__(self, mapping: mmap.mmap, nbytes: int, fd: int | None = None) -> None:
         """Own `mapping` and `fd`. The tensor starts at the first huge page border if the mapping is large
-        enough."""
+        enough. So does its storage: torch takes a slice for pinned only if the start of its storage is."""
         _advise_huge_pages(mapping)
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE_BYTES if len(mapping) >= nbytes + HUGE_PAGE_BYTES else 0
-        super().__init__(whole[start : start + nbytes], fd)
+        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        start = -address % HUGE_PAGE_BYTES if len(mapping) >= nbytes + HUGE_PAGE_BYTES else 0
+        super().__init__(torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start), fd)
         self.nbytes = nbytes
 
 

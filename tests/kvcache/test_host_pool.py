@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from kvcache.buffers import HUGE_PAGE_BYTES
 from kvcache.layout import KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.tiers.host_pool import HostPool
 
@@ -78,6 +79,15 @@ def test_exactly_the_pages_are_pinned_until_the_pool_is_closed(cudart: Cudart) -
     pool.close()
     assert not cudart.registered
     arenas[0].bytes.fill_(1)
+    pool.close()
+
+
+def test_torch_takes_pinned_pages_for_pinned(cudart: Cudart) -> None:
+    """It asks CUDA about the start of a tensor's storage. Large memory starts within its mapping."""
+    pool = HostPool([FULL], PAGE_SIZE, {"full": 2 * HUGE_PAGE_BYTES // FULL.page_bytes(PAGE_SIZE)}, GPU)
+    pages = pool.arenas["full"].bytes
+    assert pages.untyped_storage().data_ptr() in cudart.registered
+    assert pages.data_ptr() % HUGE_PAGE_BYTES == 0
     pool.close()
 
 
