@@ -172,7 +172,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         directory, config = options.model or Path(scratch), SHAPES[options.shape]()
-        make_model(directory, config)
+        make_model(directory, config, device)
         worker = Worker(directory, device)
         try:
             run(worker, config, ReadRate(device), options.json)

@@ -62,15 +62,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(directory: Path, config: PretrainedConfig | None = None) -> None:
-    """Write config, weights and tokenizer into `directory`, unless it has them."""
+def make_model(
+    directory: Path, config: PretrainedConfig | None = None, device: str | torch.device = "cpu"
+) -> None:
+    """Write config, weights and tokenizer into `directory`, unless it has them. The weights are drawn on
+    `device`: on a GPU those of an 8B model take a second, on a CPU minutes."""
     if (directory / "model.safetensors").exists() and (directory / "tokenizer.json").exists():
         return
     torch.manual_seed(SEED)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = AutoModelForCausalLM.from_config(config or shape_m())
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config or shape_m())
     finally:
         torch.set_default_dtype(default)
     model.generation_config.eos_token_id = model.config.eos_token_id
