@@ -29,8 +29,9 @@ def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 class FetchedTensor:
     """A tensor's values on their way to the host. Read them after the completion of the forward."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._host = values
+    def __init__(self, values: torch.Tensor, is_reused: bool = False) -> None:
+        """`is_reused`: the tensor will have other values. Else it is not copied on a CPU."""
+        self._host = values.clone() if is_reused and values.device.type == "cpu" else values
         if values.device.type != "cpu":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.device_copies import flat, pinned
+from engine.device_copies import pinned
 from engine.padding import is_decode, padded, padded_sizes, padding
 from engine.paged_layers import PagedLayers
 from engine.states import PackedStates
@@ -33,23 +34,35 @@ class DecodeLimits:
 
 
 class Outputs(NamedTuple):
-    """What a model says after each sequence of a decode step."""
+    """What a decode step computes of S sequences, padding included."""
 
     hidden: torch.Tensor  # [S, hidden]
     logits: torch.Tensor  # [S, vocab]
+    tokens: torch.Tensor  # int64 [S]: the token with the best logit
+    logits_are_finite: torch.Tensor  # bool [S]
+    summary: torch.Tensor  # int32 [3, S]: tokens, logits_are_finite, and whether the hidden state is
 
 
 class StepInputs:
-    """The inputs of a decode step on the device, at fixed addresses."""
+    """The inputs of a decode step on the device, at fixed addresses. int64 [S] each."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._all = torch.zeros(3 * size, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.rows = self._all.view(3, size)
+        self._all = torch.zeros(4, size, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.rows, self.output_positions = self._all
 
     def fill(self, batch: ForwardBatch) -> None:
         """Copy the batch's inputs, in one copy."""
-        host = pinned(flat(batch.input_ids, batch.positions, batch.rows), self._all.device)
-        self._all.copy_(host, non_blocking=True)
+        host = np.zeros(self._all.shape, dtype=np.int64)
+        host[:3] = batch.input_ids, batch.positions, batch.rows
+        host[3, : len(batch.sampling.positions)] = batch.sampling.positions
+        self._all.copy_(pinned(host, self._all.device), non_blocking=True)
+
+
+class Replayed(NamedTuple):
+    """What a replay computes, and what it computes from."""
+
+    outputs: Outputs
+    inputs: StepInputs
 
 
 Compute = Callable[[StepInputs, PagedLayers, PackedStates | None], Outputs]
@@ -149,8 +162,8 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._steps[size] = self._record(size)
 
-    def run(self, batch: ForwardBatch) -> Outputs | None:
-        """The outputs after each sequence of a decode batch; None for a batch that no graph computes."""
+    def run(self, batch: ForwardBatch) -> Replayed | None:
+        """Compute a decode batch, padded; None for a batch that no graph computes."""
         n = len(batch.q_lens)
         if n > self._sizes[-1] or not is_decode(batch):
             return None
@@ -161,7 +174,7 @@ class DecodeGraphs:
             step = self._steps[size] = self._record(size)
         self._fill(step.inputs, step.layers, step.states, whole)
         step.recorded.replay()
-        return Outputs(*(output[:n] for output in step.recorded.outputs))
+        return Replayed(step.recorded.outputs, step.inputs)
 
     @staticmethod
     def _fill(

@@ -56,12 +56,20 @@ class LastTokens:
         """Record that `tokens` [N] were sampled for `batch.sampled`."""
         if not len(batch.sampled):
             return
-        self._grow(int(batch.rows.max()))
-        rows = batch.rows[batch.sampled].astype(np.int64)
-        self._is_known[rows] = True
+        self.mark(batch)
         if not isinstance(tokens, torch.Tensor):
             tokens = upload(tokens, self._device)
-        self._tokens.index_copy_(0, upload(rows, self._device), tokens)
+        rows = batch.rows[batch.sampled].astype(np.int64)
+        self.keep(upload(rows, self._device), tokens)
+
+    def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keep the tokens [N] of `rows` [N], both on the device."""
+        self._tokens.index_copy_(0, rows, tokens)
+
+    def mark(self, batch: ForwardBatch) -> None:
+        """Record that tokens of `batch.sampled` are kept."""
+        self._grow(int(batch.rows.max()))
+        self._is_known[batch.rows[batch.sampled]] = True
 
     @contextmanager
     def placeholders_on_failure(self, batch: ForwardBatch) -> Iterator[None]:

@@ -51,6 +51,33 @@ class AttentionBackend(Protocol):
         ...
 
 
+class HeadInputs(NamedTuple):
+    """What a layer does to its q and k before attention."""
+
+    q_norm: torch.Tensor | None  # [head_dim]: RMSNorm of each head
+    k_norm: torch.Tensor | None
+    eps: float  # of the norms
+    rotary: torch.Tensor  # float32 [positions, head_dim]: cosines, then sines, of the halves of a head
+    positions: torch.Tensor  # int64 [T]
+
+
+@runtime_checkable
+class AttendsHeads(Protocol):
+    """An AttentionBackend that does this, too."""
+
+    def attend(
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        inputs: HeadInputs | None = None,
+    ) -> None:
+        """forward(), with norms and rotary embedding of q and k before it."""
+        ...
+
+
 class LatentBackend(Protocol):
     """Paged attention over one latent group.
 

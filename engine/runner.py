@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.argmax import finite_rows
+from engine.argmax import Argmax, argmax, finite_rows
 from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch, PooledPrompt
 from engine.completion import Completions, completions_of
@@ -26,14 +26,14 @@ from engine.cuda.experts import experts_wait
 from engine.cuda.stored_experts import StoredExperts
 from engine.device_copies import FetchedTensor, upload
 from engine.grammar import GrammarCompiler
-from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
+from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, Replayed, StepInputs
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue, Read
 from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.pooled_prompts import by_sequence, pool_prompts
-from engine.sampler import Sampler
+from engine.sampler import LaunchedSample, Sampler
 from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
@@ -103,15 +103,47 @@ class ModelRunner:
         recording = self._last_tokens.placeholders_on_failure(batch)
         few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
         with torch.inference_mode(), self._current_device(), few, recording:
-            hidden, logits = self._replayed(batch) or self._computed(batch)
-            finite = FetchedTensor(finite_rows(hidden))
-            positions = upload(batch.sampling.positions, self._device)
-            sample = self._sampler.sample(logits, batch.sampling, positions)
-            self._last_tokens.record(batch, sample.tokens)
-            packed = FetchedTensor(sample.packed)
-            scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
-            fetched = None if scores is None else FetchedTensor(scores)
-            sums = FetchedTensor(pool_prompts(batch, hidden)) if batch.pooled else None
+            replayed = self._replayed(batch)
+            if replayed is None:
+                return self._sampled(batch, *self._computed(batch))
+            outputs, n = replayed.outputs, len(batch.sampled)
+            plain = not (batch.scored or batch.pooled) and self._sampler.takes_argmax(batch.sampling.states)
+            if plain:
+                self._last_tokens.mark(batch)
+                return self._read_argmax(batch, FetchedTensor(outputs.summary, is_reused=True))
+            best = Argmax(outputs.tokens[:n], outputs.logits_are_finite[:n])
+            positions = replayed.inputs.output_positions[:n]
+            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, best)
+
+    def _read_argmax(self, batch: ForwardBatch, summary: FetchedTensor) -> Read:
+        """The result of a recorded step of which only the argmax is wanted: the graph has kept the tokens."""
+
+        def read() -> BatchResult:
+            tokens, logits, hidden = summary.numpy()[:, : len(batch.sampled)]
+            sampled = LaunchedSample.read_argmax(tokens, logits)
+            failures = failed_sequences(hidden != 0, batch)
+            for i, problem in sampled.failures.items():
+                failures.setdefault(int(batch.sampled[i]), problem)
+            return BatchResult(sampled.tokens, sampled.logprobs, failures)
+
+        return read
+
+    def _sampled(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        best: Argmax | None = None,
+    ) -> Read:
+        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]."""
+        finite = FetchedTensor(finite_rows(hidden))
+        sample = self._sampler.sample(logits, batch.sampling, positions, best)
+        self._last_tokens.record(batch, sample.tokens)
+        packed = FetchedTensor(sample.packed)
+        scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
+        fetched = None if scores is None else FetchedTensor(scores)
+        sums = FetchedTensor(pool_prompts(batch, hidden)) if batch.pooled else None
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())
@@ -132,27 +164,32 @@ class ModelRunner:
         """Events, graphs and FlashInfer's plans are on the current device, which is a thread's own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _replayed(self, batch: ForwardBatch) -> Outputs | None:
+    def _replayed(self, batch: ForwardBatch) -> Replayed | None:
         """What the graph of the batch's size computes; None if there is none."""
         if self._graphs is None:
             return None
         self._last_tokens.check(batch)
         return self._graphs.run(batch)
 
-    def _computed(self, batch: ForwardBatch) -> Outputs:
-        """hidden is [T, hidden] here, and logits are those of the sampled sequences."""
+    def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(hidden [T, hidden], logits of the sampled sequences [N, vocab], their output positions [N])"""
         hidden = self._hidden(batch)
         ends = batch.starts()[1:][batch.sampled] - 1
         last = hidden
         if not np.array_equal(ends, np.arange(len(hidden))):  # in a decode step each token is sampled from
             last = hidden[upload(ends, self._device)]
-        return Outputs(hidden, self._lm_head(last))
+        return hidden, self._lm_head(last), upload(batch.sampling.positions, self._device)
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
-        """A decode step over fixed addresses; recorded."""
+        """A decode step over fixed addresses; recorded. The best token of each row is kept as its last one;
+        what the sampler chooses instead replaces it."""
         ids = self._last_tokens.fill(inputs.input_ids, inputs.rows)
         hidden = self._through_layers(ids, inputs.positions, layers, states)
-        return Outputs(hidden, self._lm_head(hidden))
+        logits = self._lm_head(hidden)
+        best = argmax(logits)
+        self._last_tokens.keep(inputs.rows, best.tokens)
+        summary = torch.stack([each.to(torch.int32) for each in (*best, finite_rows(hidden))])
+        return Outputs(hidden, logits, *best, summary)
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.argmax import argmax
+from engine.argmax import Argmax, argmax
 from engine.batch import SamplingRows
 from engine.completion import Completions, HostCompletions
 from engine.reported_logprobs import ReportedLogprobs
@@ -69,6 +69,12 @@ class LaunchedSample:
             rest = report.read(rest, logprobs)
         return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, masked | self.refusals)
 
+    @staticmethod
+    def read_argmax(tokens: npt.NDArray[np.int32], is_finite: npt.NDArray[np.int32]) -> Sampled:
+        """What is sampled where Sampler.takes_argmax."""
+        failures = {int(i): _BAD for i in np.flatnonzero(is_finite == 0)}
+        return Sampled(tokens.astype(np.int64), [None] * len(tokens), failures, {})
+
     def wait(self) -> Sampled:
         """Copy it to the host and read it."""
         return self.read(self.packed.cpu().numpy())
@@ -96,16 +102,32 @@ class Sampler:
         self._reports: list[ReportedLogprobs] = []
         self._broken: dict[int, str] = {}
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) -> LaunchedSample:
+    def takes_argmax(self, states: tuple[SamplingState, ...]) -> bool:
+        """Whether all that is wanted of these rows is the argmax of their logits, if they are finite."""
+        if states != self._states:
+            self._join(states)
+        return not (self._blocks or self._reports or self._broken)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        positions: torch.Tensor,
+        best: Argmax | None = None,
+    ) -> LaunchedSample:
         """Sample a token of each row of `logits` [N, vocab], any float dtype.
 
-        `positions` is `rows.positions` on the device. Nothing waits for the device. A row fails alone.
+        `positions` is `rows.positions` on the device, `best` the argmax of the logits if it is known. Nothing
+        waits for the device. A row fails alone.
         """
         if rows.states != self._states:
             self._join(rows.states)
         self._counts.follow(rows.positions)
         self._masks.follow(rows.positions)
-        tokens, is_finite = argmax(logits)
+        if best is None:
+            tokens, is_finite = argmax(logits)
+        else:
+            tokens, is_finite = best.tokens.clone(), best.is_finite
         status = torch.zeros_like(tokens, dtype=torch.int32)
         for block in self._blocks:
             chosen, is_valid = block.choose(logits, positions)

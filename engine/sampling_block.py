@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.argmax import argmax
+from engine.cuda.draw import draws_by_kernel
 from engine.noise import gumbel, noise_keys
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice, TokenCounts
@@ -42,6 +43,7 @@ class SamplingBlock:
     ) -> None:
         """`rows` [R] are the places of `states` in the batch. All of their token ids are below vocab_size."""
         self.rows = to_device(np.array(rows, dtype=np.int64))
+        self._is_prefix = list(rows) == list(range(len(rows)))
         self._steps: list[Step] = []
         if any(state.params.logit_bias for state in states):
             self._steps.append(_bias(states, to_device))
@@ -69,10 +71,15 @@ class SamplingBlock:
         It is none if there is no best score: bias and penalties made it infinite or NaN, or no token may be
         sampled.
         """
+        by_kernel = self._draws and draws_by_kernel(logits.device)
+        if by_kernel and not self._steps and self._is_prefix and len(self.rows) == len(logits):
+            return self._draw(logits, positions)  # nothing is copied
         scores = logits.index_select(0, self.rows).float()
         positions = positions.index_select(0, self.rows)
         for step in self._steps:
             step(scores, positions)
+        if by_kernel:
+            return self._draw(scores, positions)
         best = scores.amax(-1, keepdim=True)  # a NaN is the maximum; single scores may be -inf
         is_valid = best.isfinite()
         if not self._draws:
@@ -83,6 +90,9 @@ class SamplingBlock:
         ids, scores = self._truncation.apply(scores)
         scores.add_(gumbel(noise_keys(self._streams, positions), ids).mul_(self._is_drawn))
         return ids.index_select(0, argmax(scores).tokens), is_valid[:, 0]
+
+    def _draw(self, scores: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._truncation.draw(scores, self._temperatures, self._is_drawn, self._streams, positions)
 
 
 def _bias(states: Sequence[SamplingState], to_device: ToDevice) -> Step:

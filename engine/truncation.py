@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.cuda.draw import draw
 from engine.token_counts import ToDevice
 from wire.request import SamplingParams
 
@@ -33,6 +34,7 @@ class Truncation:
         self._most = int(top_k.max())
         self._kth = to_device(np.maximum(top_k - 1, 0)[:, None])
         self._has_k = to_device((top_k > 0)[:, None])
+        self._top_k = to_device(top_k[:, None])
         top_p = np.array([params.top_p for params in drawing])
         self._may_drop = to_device((1 - top_p)[:, None]) if (top_p < 1).any() else None  # of the probability
         self._negligible = to_device(((1 - top_p) / vocab_size * _SLACK)[:, None])
@@ -55,6 +57,23 @@ class Truncation:
         if self._lowest is not None:  # the same as a share of the best one's probability
             ids, scores = _without(scores < self._lowest, ids, scores)
         return ids, scores
+
+    def draw(
+        self,
+        scores: torch.Tensor,
+        temperatures: torch.Tensor,
+        is_drawn: torch.Tensor,
+        streams: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of scores [R, vocab] that are not yet relative to the best ones, and a draw from what
+        remains, in one kernel. See engine/cuda/draw.py."""
+        kth = scores.topk(self._most).values.gather(1, self._kth) if self._most else None
+        top_k = self._top_k if self._most else None
+        tokens: tuple[torch.Tensor, torch.Tensor] = draw(
+            scores, temperatures, kth, top_k, self._may_drop, self._lowest, is_drawn, streams, positions
+        )
+        return tokens
 
     def _top_p(
         self, ids: torch.Tensor, scores: torch.Tensor, may_drop: torch.Tensor

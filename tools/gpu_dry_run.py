@@ -22,7 +22,7 @@ from common.arguments import ExactParser
 from engine import loader
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
-from engine.cuda import stored_product
+from engine.cuda import triton_kernels
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
@@ -81,7 +81,7 @@ def dry_run(directory: Path) -> dict[str, int]:
         patch.object(loader, "_fingerprint", return_value="dry run"),
         patch.object(loader, "takes_stored_weights", return_value=True),
         patch.object(loader, "dequantise_parameters"),  # no module is replaced on "meta": below
-        patch.object(stored_product, "has_kernels", return_value=True),
+        patch.object(triton_kernels, "available", return_value=True),
         patch.dict(sys.modules, modules),
     ):
         loaded = loader.load_model(config)

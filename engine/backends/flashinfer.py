@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.backends.decode_attention import DecodeAttention
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
@@ -59,9 +60,11 @@ class FlashInferAttention:
         fixed = None if buffers is None else len(buffers.lengths)
         self._slots = NewSlots(pool.page_size, self._device, fixed)
 
-    def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention:
+    def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention | DecodeAttention:
         """This backend for decode steps of `sequences` rows with at most `context_pages` pages each, which
         are recorded: what they read on the device is always at the same place."""
+        if DecodeAttention.fits(self._pool, self._query_heads, self._sinks, self._softcap):
+            return DecodeAttention(self._pool, self._query_heads, self._scale, sequences, context_pages)
         buffers = FixedIndices.allocate(sequences, context_pages, self._device)
         return FlashInferAttention(
             self._pool, self._query_heads, self._scale, self._sinks, self._softcap, self._shared, buffers

@@ -3,21 +3,25 @@
 transformers' layers compute norms, rotary embeddings and residuals in small operators: some 120 a layer,
 views included. A recorded step does not issue them one by one, but each is a kernel all the same. Here a
 layer is four products, attention, rotary embedding, activation and two sums with norms, and two norms more
-where q and k have them. The block of a mixture, router and experts, stays transformers'.
+where q and k have them. Attention of recorded steps does those of q and k itself (AttendsHeads), and a step
+of one row has nothing but attention and four products a layer (row_product). The block of a mixture, router
+and experts, stays transformers'.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from engine.cuda import triton_kernels
 from engine.cuda.layers import FlashInferMLP, fusible_mlp
 from engine.cuda.limits import HEAD_DIMS
+from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
-from engine.cuda.stored_product import Products
-from engine.paged_layers import DecoderOutput, PagedLayers
+from engine.cuda.stored_product import DenseProduct, Products
+from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
 
 MODELS = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
@@ -58,12 +62,15 @@ class FlashInferDecoder(nn.Module):
         self.norm = model.norm.weight
         self._eps = float(model.norm.variance_epsilon)
         self._rotary = _rotary_table(model)
+        self._has_rows = triton_kernels.available() and all(layer.row is not None for layer in self._layers)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
     ) -> DecoderOutput:
         """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised."""
         residual = self.embed_tokens(input_ids[0])
+        if len(residual) == 1 and self._has_rows:
+            return DecoderOutput(self._one_row(residual, position_ids[0], paged)[None])
         norms = [layer.input_norm for layer in self._layers] + [self.norm]
         x = self._ops.rmsnorm(residual, norms[0], self._eps)
         for number, layer in enumerate(self._layers):
@@ -73,21 +80,56 @@ class FlashInferDecoder(nn.Module):
             self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
         return DecoderOutput(x[None])
 
+    def _one_row(self, residual: torch.Tensor, positions: torch.Tensor, paged: PagedLayers) -> torch.Tensor:
+        """The same of one token [1, hidden], in five kernels a layer."""
+        for number, layer in enumerate(self._layers):
+            assert layer.row is not None, "see _has_rows"
+            qkv, out, gate_up, down = layer.row
+            heads = residual.new_empty(1, len(qkv))
+            row_product(residual, layer.input_norm, qkv, layer.qkv_bias, heads, False, False, self._eps)
+            attended = self._attended(number, layer, heads, positions, paged)
+            row_product(attended, None, out, layer.out_bias, residual, False, True, self._eps)
+            middle = residual.new_empty(1, len(gate_up) // 2)
+            row_product(residual, layer.mlp_norm, gate_up, None, middle, True, False, self._eps)
+            row_product(middle, None, down, None, residual, False, True, self._eps)
+        normalised: torch.Tensor = self._ops.rmsnorm(residual, self.norm, self._eps)
+        return normalised
+
     def _attend(
         self, number: int, layer: _Layer, x: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
     ) -> torch.Tensor:
         """What the attention of one layer adds: [T, hidden]."""
+        attended = self._attended(number, layer, layer.qkv(x, layer.qkv_bias), positions, paged)
+        return layer.out(attended, layer.out_bias)
+
+    def _attended(
+        self, number: int, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
+    ) -> torch.Tensor:
+        """Attention of one layer: [T, query heads * head_dim]."""
         dim = layer.head_dim
-        q, k, v = torch.split(layer.qkv(x, layer.qkv_bias), layer.widths, dim=-1)
+        q, k, v = torch.split(qkv, layer.widths, dim=-1)
         q_heads, k_heads, v_heads = (part.view(len(part), -1, dim) for part in (q, k, v))  # views
+        out = torch.empty(q_heads.shape, dtype=qkv.dtype, device=qkv.device)
+        backend, place = paged.of_layer[number]
+        if isinstance(backend, AttendsHeads):
+            inputs = HeadInputs(layer.q_norm, layer.k_norm, self._eps, self._rotary, positions)
+            backend.attend(place, q_heads, k_heads, v_heads, out, inputs)
+            return out.flatten(1)
         if layer.q_norm is not None:
             self._ops.rmsnorm(q_heads, layer.q_norm, self._eps, out=q_heads)
             self._ops.rmsnorm(k_heads, layer.k_norm, self._eps, out=k_heads)
         self._ops.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, self._rotary)
-        out = torch.empty(q_heads.shape, dtype=x.dtype, device=x.device)
-        backend, place = paged.of_layer[number]
         backend.forward(place, q_heads, k_heads, v_heads, out, None)
-        return layer.out(out.flatten(1), layer.out_bias)
+        return out.flatten(1)
+
+
+class _RowWeights(NamedTuple):
+    """What a step of one row multiplies with, if it is in the model's dtype."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
 
 
 class _Layer:
@@ -106,6 +148,15 @@ class _Layer:
         self.mlp_norm = layer.post_attention_layernorm.weight
         self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
         self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+        self.row = self._row_weights()
+
+    def _row_weights(self) -> _RowWeights | None:
+        """The weights, if row_product computes what this layer does."""
+        if not (isinstance(self.mlp, FlashInferMLP) and self.mlp.is_silu):
+            return None
+        products = (self.qkv, self.out, self.mlp.gate_up, self.mlp.down)
+        weights = [product.weight for product in products if isinstance(product, DenseProduct)]
+        return _RowWeights(*weights) if len(weights) == len(products) else None
 
 
 def _mlp(mlp: Any, products: Products) -> nn.Module:

@@ -70,13 +70,15 @@ class FlashInferMLP(nn.Module):
         import flashinfer
 
         products = products or Products()
-        self._gate: Any = getattr(flashinfer, _GATES[type(mlp.act_fn).__name__])
+        gate = _GATES[type(mlp.act_fn).__name__]
+        self.is_silu = gate == "silu_and_mul"
+        self._gate: Any = getattr(flashinfer, gate)
         gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
-        self._gate_up, self._down = products.of(gate_up), products.of(mlp.down_proj.weight)
+        self.gate_up, self.down = products.of(gate_up), products.of(mlp.down_proj.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape."""
-        return self._down(self._gate(self._gate_up(x)))
+        return self.down(self._gate(self.gate_up(x)))
 
 
 class StoredLinear(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn
 
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
+from engine.cuda import triton_kernels
 from engine.cuda.decoder import MODELS, FlashInferDecoder, fusible
 from engine.cuda.layers import (
     MLPS,
@@ -29,7 +30,7 @@ from engine.cuda.layers import (
 )
 from engine.cuda.limits import DTYPES
 from engine.cuda.stored_experts import StoredExperts
-from engine.cuda.stored_product import Products, has_kernels
+from engine.cuda.stored_product import Products
 from engine.expert_classes import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
 def keeps_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:
     """Whether stored weights stay stored."""
     wanted = config.linear != "torch" and config.weight_dtype == "auto"
-    return wanted and dtype in DTYPES and has_kernels()
+    return wanted and dtype in DTYPES and triton_kernels.available()
 
 
 def _is_stored(linear: Any) -> bool:

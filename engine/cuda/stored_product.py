@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from engine.checkpoint.stored import StoredTensor
+from engine.cuda import triton_kernels
 from engine.cuda.coded_weights import FORMATS, CodedWeights
-
-
-def has_kernels() -> bool:
-    """Whether Triton, which torch for CUDA brings along, is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 class Product(Protocol):
@@ -36,11 +31,11 @@ class Products:
         stored = self.stored(weight)
         if stored is not None:
             return stored
-        return partial(_dense, weight.dequantised() if isinstance(weight, StoredTensor) else weight)
+        return DenseProduct(weight.dequantised() if isinstance(weight, StoredTensor) else weight)
 
     def stored(self, weight: torch.Tensor) -> StoredProduct | None:
         """The product with one matrix, or one for each expert, if it can stay stored."""
-        if not isinstance(weight, StoredTensor) or not has_kernels():
+        if not isinstance(weight, StoredTensor) or not triton_kernels.available():
             return None
         parts = [part for rows in weight.matrices for part in rows]
         for form, read in FORMATS:
@@ -50,6 +45,17 @@ class Products:
                 self._kept.add(form)
                 return StoredProduct(CodedWeights.joined(made, len(weight.matrices)))
         return None
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """A Product with a weight [outputs, inputs] in the dtype of x."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return linear(x, self.weight, bias)
 
 
 class StoredProduct:
@@ -132,7 +138,3 @@ def _reference(
             weight = of_expert.widened(x.dtype)
             out[some] = (x[some // divisor].float() @ weight.T).to(x.dtype)
     return out
-
-
-def _dense(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(x, weight, bias)

@@ -113,7 +113,7 @@ def test_all_recorders_of_a_gpu_record_on_one_stream(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "graph", lambda _graph, pool, stream=None: on(stream))
     monkeypatch.setattr(graphs, "_side_stream", cache(graphs._side_stream.__wrapped__))
-    outputs = Outputs(torch.zeros(1), torch.zeros(1))
+    outputs = Outputs(*(torch.zeros(1) for _ in Outputs._fields))
     for recorder in (CudaRecorder(), CudaRecorder()):
         for _ in range(3):
             assert recorder.record(lambda: outputs).outputs is outputs

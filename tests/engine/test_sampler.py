@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,14 @@ VOCAB = 97
 PROMPT = np.array([3, 5, 5, 90], dtype=np.int32)
 EOS = (7, 8)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "draw"])
+def _drawing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In operators of torch as on a CPU, and with the definition of a GPU's kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.sampling_block.draws_by_kernel", lambda _: request.param == "draw")
+        yield
 
 
 def some_logits(seed: int, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:

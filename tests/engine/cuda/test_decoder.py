@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine.backends.decode_attention import DecodeAttention
+from engine.backends.flashinfer import FlashInferAttention
 from engine.config import EngineConfig
+from engine.cuda import triton_kernels
 from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.graphs import DecodeLimits
 from engine.loader import LoadedModel, load_model
@@ -48,15 +51,22 @@ def fused(loaded: LoadedModel) -> FlashInferDecoder:
     return decoder
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
-def test_tokens_in_float32_equal_generate(family: str, tmp_path: Path) -> None:
-    """In chunks beside decode rows, and in recorded decode steps."""
+def test_tokens_in_float32_equal_generate(
+    family: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks beside decode rows, and in recorded decode steps, of one row at the end. `own`: with our
+    kernels' definitions in recorded steps."""
+    monkeypatch.setattr(triton_kernels, "available", lambda: own)
+    monkeypatch.setattr("engine.backends.decode_attention.DTYPES", (torch.float32,))
     path = make_wide(family, tmp_path, 5)
     loaded, config = load(path)
     fused(loaded)
     pools = pools_of(loaded, 16, 40)
     runner = ModelRunner(loaded, pools, config)
     runner.attention = flashinfer_layers(loaded, pools)
+    assert isinstance(runner.attention.fixed(1, 1).full, DecodeAttention if own else FlashInferAttention)
     recorder = EagerRecorder()
     runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
     driver = Driver(runner, 40, 16)
@@ -67,6 +77,7 @@ def test_tokens_in_float32_equal_generate(family: str, tmp_path: Path) -> None:
         reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS
     ]
     assert sum(step.replays for step in recorder.steps) > OUTPUTS
+    assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
 
 
 def on_cuda(path: Path, dtype: torch.dtype, linear: str = "auto") -> dict[str, int]:

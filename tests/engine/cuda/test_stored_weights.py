@@ -19,7 +19,7 @@ from engine import loader
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
-from engine.cuda import stored_product as products
+from engine.cuda import triton_kernels
 from engine.cuda.coded_weights import FORMATS
 from engine.cuda.decoder import FlashInferDecoder
 from engine.cuda.module_replacements import keeps_stored_weights, register
@@ -40,8 +40,7 @@ that of the same checkpoint with its weights widened to bfloat16."""
 
 @pytest.fixture(autouse=True)
 def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "has_kernels", lambda: True)
-    monkeypatch.setattr("engine.cuda.module_replacements.has_kernels", lambda: True)
+    monkeypatch.setattr(triton_kernels, "available", lambda: True)
 
 
 def stored(*parts: object) -> StoredTensor:
@@ -118,8 +117,7 @@ def test_the_kernel_reads_int4_in_blocks_of_32_inputs() -> None:
 
 
 def test_without_triton_weights_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "has_kernels", lambda: False)
-    monkeypatch.setattr("engine.cuda.module_replacements.has_kernels", lambda: False)
+    monkeypatch.setattr(triton_kernels, "available", lambda: False)
     assert Products().stored(stored(in_mxfp4(16, 64)[1])) is None
     assert not keeps_stored_weights(EngineConfig("m", device="cuda"), torch.bfloat16)
 
