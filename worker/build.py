@@ -36,7 +36,7 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
     Pages live in memory that another process on this host can map. `reserves`: rows are kept for requests
     whose KV is still arriving.
     """
-    overlap = bool(options.overlap_depth)
+    overlap = bool(overlap_depth(options))
     if options.engine == "fake":
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
         chosen = _named(chosen_config(options, reserves, "cpu"), lambda: _fake_digest(options))
@@ -78,6 +78,13 @@ def _fake_digest(options: WorkerOptions) -> bytes:
     return hashlib.sha256(f"fake {options.model} {options.fake_groups}".encode()).digest()
 
 
+def overlap_depth(options: WorkerOptions) -> int:
+    """The steps that are launched before a result is known. On a CPU the forward wants the cores itself."""
+    if options.overlap_depth is not None:
+        return options.overlap_depth
+    return int(options.engine != "fake" and choose_device(options.device).type == "cuda")
+
+
 def build_scheduler(
     options: WorkerOptions, memory: Memory, engine: Engine, policy: NodePolicy, phases: frozenset[Phase]
 ) -> Scheduler:
@@ -89,7 +96,7 @@ def build_scheduler(
         max_prefill_tokens=options.max_prefill_tokens,
         last_chunk_tokens=options.last_chunk_tokens,
         decode_reserve_tokens=options.decode_reserve_tokens,
-        overlap_depth=options.overlap_depth,
+        overlap_depth=overlap_depth(options),
         phases=phases,
     )
     return Scheduler(memory, engine, policy, config)

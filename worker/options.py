@@ -64,8 +64,9 @@ class EngineOptions(Options):
         description="compute threads; None: under Ray Serve num_cpus, with `baton serve` the cores divided "
         "by the workers, in a worker by itself half the cores; at least 1",
     )
-    overlap_depth: Literal[0, 1] = Field(
-        0, description="1: a step is launched before the last one's result is known"
+    overlap_depth: Literal[0, 1] | None = Field(
+        None,
+        description="1: a step is launched before the last one's result is known; None: 1 on a GPU, else 0",
     )
 
 

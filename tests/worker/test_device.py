@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import worker.device
 from common.errors import ConfigError
 from common.options import parse_options
+from worker.build import overlap_depth
 from worker.device import choose_device
 from worker.options import WorkerOptions
 
@@ -84,3 +87,18 @@ def test_other_devices_are_refused_by_name(device: str) -> None:
 def test_the_options_of_a_gpu_are_taken() -> None:
     options = parse_options(WorkerOptions, {"model": "any", "device": "cuda:3", "dtype": "float16"})
     assert (options.device, options.dtype) == ("cuda:3", "float16")
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("given", "depth"),
+    [
+        ({}, 1),
+        ({"device": "cpu"}, 0),
+        ({"engine": "fake"}, 0),
+        ({"overlap_depth": 0}, 0),
+        ({"device": "cpu", "overlap_depth": 1}, 1),
+    ],
+)
+def test_a_gpu_computes_while_the_host_prepares_the_next_step(given: dict[str, Any], depth: int) -> None:
+    assert overlap_depth(parse_options(WorkerOptions, {"model": "any", **given})) == depth
