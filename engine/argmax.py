@@ -36,4 +36,5 @@ def argmax_by_torch(scores: torch.Tensor) -> Argmax:
 def _sums_are_finite(rows: torch.Tensor) -> torch.Tensor:
     # The sum of a row is finite only if all of it is. It takes a tenth of the time of argmax, and aminmax
     # takes four times as long as argmax.
-    return rows.sum(-1, dtype=torch.float32).isfinite()
+    sums = rows.sum(-1, dtype=torch.float32)
+    return (sums - sums) == 0  # isfinite() is four operators

@@ -40,7 +40,8 @@ class Outputs(NamedTuple):
     logits: torch.Tensor  # [S, vocab]
     tokens: torch.Tensor  # int64 [S]: the token with the best logit
     logits_are_finite: torch.Tensor  # bool [S]
-    summary: torch.Tensor  # int32 [3, S]: tokens, logits_are_finite, and whether the hidden state is
+    hidden_is_finite: torch.Tensor  # bool [S]
+    summary: torch.Tensor  # int64 [3, S]: the three above, for one copy to the host
 
 
 class StepInputs:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,19 @@ from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.pooled_prompts import by_sequence, pool_prompts
-from engine.sampler import LaunchedSample, Sampler
+from engine.sampler import LaunchedSample, Sampled, Sampler
 from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
 
 log = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """What a recorded step has computed of its logits and hidden states."""
+
+    best: Argmax
+    hidden_is_finite: torch.Tensor  # bool [T]
 
 
 class ModelRunner:
@@ -111,9 +119,11 @@ class ModelRunner:
             if plain:
                 self._last_tokens.mark(batch)
                 return self._read_argmax(batch, FetchedTensor(outputs.summary, is_reused=True))
-            best = Argmax(outputs.tokens[:n], outputs.logits_are_finite[:n])
+            known = Known(
+                Argmax(outputs.tokens[:n], outputs.logits_are_finite[:n]), outputs.hidden_is_finite[:n]
+            )
             positions = replayed.inputs.output_positions[:n]
-            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, best)
+            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, known)
 
     def _read_argmax(self, batch: ForwardBatch, summary: FetchedTensor) -> Read:
         """The result of a recorded step of which only the argmax is wanted: the graph has kept the tokens."""
@@ -121,10 +131,7 @@ class ModelRunner:
         def read() -> BatchResult:
             tokens, logits, hidden = summary.numpy()[:, : len(batch.sampled)]
             sampled = LaunchedSample.read_argmax(tokens, logits)
-            failures = failed_sequences(hidden != 0, batch)
-            for i, problem in sampled.failures.items():
-                failures.setdefault(int(batch.sampled[i]), problem)
-            return BatchResult(sampled.tokens, sampled.logprobs, failures)
+            return BatchResult(sampled.tokens, sampled.logprobs, _failures(sampled, hidden != 0, batch))
 
         return read
 
@@ -134,10 +141,12 @@ class ModelRunner:
         hidden: torch.Tensor,
         logits: torch.Tensor,
         positions: torch.Tensor,
-        best: Argmax | None = None,
+        known: Known | None = None,
     ) -> Read:
-        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]."""
-        finite = FetchedTensor(finite_rows(hidden))
+        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]; `known` is
+        what was computed of them already."""
+        best, is_finite = (None, finite_rows(hidden)) if known is None else known
+        finite = FetchedTensor(is_finite, is_reused=known is not None)
         sample = self._sampler.sample(logits, batch.sampling, positions, best)
         self._last_tokens.record(batch, sample.tokens)
         packed = FetchedTensor(sample.packed)
@@ -147,9 +156,7 @@ class ModelRunner:
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())
-            failures = failed_sequences(finite.numpy(), batch)
-            for i, problem in sampled.failures.items():
-                failures.setdefault(int(batch.sampled[i]), problem)
+            failures = _failures(sampled, finite.numpy(), batch)
             refusals = {int(batch.sampled[i]): problem for i, problem in sampled.refusals.items()}
             scored = {} if fetched is None else read_scores(batch, fetched.numpy(), self.spec.vocab_size)
             pooled = {} if sums is None else by_sequence(batch, sums.numpy())
@@ -188,8 +195,8 @@ class ModelRunner:
         logits = self._lm_head(hidden)
         best = argmax(logits)
         self._last_tokens.keep(inputs.rows, best.tokens)
-        summary = torch.stack([each.to(torch.int32) for each in (*best, finite_rows(hidden))])
-        return Outputs(hidden, logits, *best, summary)
+        is_finite = finite_rows(hidden)
+        return Outputs(hidden, logits, *best, is_finite, torch.stack((*best, is_finite)))
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.
@@ -224,6 +231,15 @@ class ModelRunner:
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def _failures(
+    sampled: Sampled, hidden_is_finite: npt.NDArray[np.bool_], batch: ForwardBatch
+) -> dict[int, str]:
+    failures = failed_sequences(hidden_is_finite, batch)
+    for i, problem in sampled.failures.items():
+        failures.setdefault(int(batch.sampled[i]), problem)
+    return failures
 
 
 def failed_sequences(is_finite: npt.NDArray[np.bool_], batch: ForwardBatch) -> dict[int, str]:

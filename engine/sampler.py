@@ -70,10 +70,10 @@ class LaunchedSample:
         return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, masked | self.refusals)
 
     @staticmethod
-    def read_argmax(tokens: npt.NDArray[np.int32], is_finite: npt.NDArray[np.int32]) -> Sampled:
+    def read_argmax(tokens: npt.NDArray[np.int64], is_finite: npt.NDArray[np.int64]) -> Sampled:
         """What is sampled where Sampler.takes_argmax."""
         failures = {int(i): _BAD for i in np.flatnonzero(is_finite == 0)}
-        return Sampled(tokens.astype(np.int64), [None] * len(tokens), failures, {})
+        return Sampled(tokens.copy(), [None] * len(tokens), failures, {})
 
     def wait(self) -> Sampled:
         """Copy it to the host and read it."""

@@ -46,7 +46,7 @@ def pageable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocking(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(self: FetchedTensor, values: torch.Tensor) -> None:
+    def fetch(self: FetchedTensor, values: torch.Tensor, is_reused: bool = False) -> None:
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values)
 
