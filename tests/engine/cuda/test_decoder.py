@@ -26,7 +26,7 @@ from tests.support.driver import Driver, pools_of
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_module
 from tests.support.reference import reference_generate
-from tests.support.tiny_models import make_tiny
+from tests.support.tiny_models import FAMILIES, make_tiny
 from tests.support.wide_models import DENSE, MIXTURES, make_wide
 
 OUTPUTS = 16
@@ -51,16 +51,16 @@ def fused(loaded: LoadedModel) -> FlashInferDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
-def test_tokens_in_float32_equal_generate(
-    family: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In chunks beside decode rows, and in recorded decode steps, of one row at the end. `own`: with our
-    kernels' definitions in recorded steps."""
-    monkeypatch.setattr(triton_kernels, "available", lambda: own)
+@pytest.fixture(params=[False, True], ids=["flashinfer", "own"])
+def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether recorded steps are computed by our kernels' definitions."""
+    monkeypatch.setattr(triton_kernels, "available", lambda: request.param)
     monkeypatch.setattr("engine.backends.decode_attention.DTYPES", (torch.float32,))
-    path = make_wide(family, tmp_path, 5)
+    return bool(request.param)
+
+
+def check_tokens(path: Path, own: bool) -> None:
+    """In chunks beside decode rows, and in recorded decode steps, of one row at the end."""
     loaded, config = load(path)
     fused(loaded)
     pools = pools_of(loaded, 16, 40)
@@ -78,6 +78,22 @@ def test_tokens_in_float32_equal_generate(
     ]
     assert sum(step.replays for step in recorder.steps) > OUTPUTS
     assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
+def test_tokens_in_float32_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
+    check_tokens(make_wide(family, tmp_path, 5), own)
+
+
+def test_so_they_do_with_biases(own: bool, tmp_path: Path) -> None:
+    config: Any = FAMILIES["llama"]()
+    config.head_dim, config.attention_bias = 64, True
+    model: Any = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    check_tokens(tmp_path, own)
 
 
 def on_cuda(path: Path, dtype: torch.dtype, linear: str = "auto") -> dict[str, int]:
