@@ -23,6 +23,7 @@ from engine.batch import BatchResult, ForwardBatch, PooledPrompt
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
 from engine.cpu.threads import few_tokens
+from engine.cuda.draw import load_draw
 from engine.cuda.experts import experts_wait
 from engine.cuda.stored_experts import StoredExperts
 from engine.device_copies import FetchedTensor, upload
@@ -86,6 +87,8 @@ class ModelRunner:
     def record_decode(self, limits: DecodeLimits, recorder: Recorder | None = None) -> None:
         """From now on run decode steps within `limits` from recorded graphs, if every layer can be recorded.
         By default they are CUDA graphs, all recorded now. Call it before the first launch."""
+        with self._current_device():
+            load_draw(self.spec.vocab_size, self.spec.dtype, self._device)
         if not self.attention.recordable:
             log.info("decode steps are not recorded: an attention backend reads the batch on the host")
             return

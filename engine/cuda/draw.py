@@ -17,6 +17,17 @@ def draws_by_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and triton_kernels.available()
 
 
+def load_draw(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernel, which takes seconds, before a request needs it: for logits in `dtype`, and for
+    scores that penalties and the like have changed. Nothing to do where draws_by_kernel() is false."""
+    if not draws_by_kernel(device):
+        return
+    ones, none = torch.ones(1, 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for each in (dtype, torch.float32):
+        scores = torch.zeros(1, vocab, dtype=each, device=device)
+        draw(scores, ones, None, None, None, None, ones, none, none)
+
+
 @torch.library.custom_op("baton::draw", mutates_args=())
 def draw(
     scores: torch.Tensor,

@@ -31,12 +31,16 @@ def launch(
 ) -> None:
     """As draw.py: draw, into `tokens` and `is_valid`."""
     rows, vocab = scores.shape
-    candidates = None if may_drop is None else torch.empty(rows, vocab, device=scores.device)
+    has_k, has_p, has_min = kth is not None, may_drop is not None, lowest is not None
+    candidates = torch.empty(rows, vocab if has_p else 0, device=scores.device)
+    # What is not given is not read. It has the type that it would have: there is one kernel to compile.
+    kth = scores if kth is None else kth
+    top_k = streams if top_k is None else top_k
+    may_drop = candidates.new_empty(0, dtype=torch.float64) if may_drop is None else may_drop
+    lowest = temperatures if lowest is None else lowest
     draw_kernel[(rows,)](
         scores, temperatures, kth, top_k, may_drop, lowest, is_drawn, streams, positions, candidates, tokens,
-        is_valid, vocab, scores.stride(0),
-        TOP_K=kth is not None, TOP_P=may_drop is not None, MIN_P=lowest is not None,
-        **tile_options(),
+        is_valid, vocab, scores.stride(0), int(has_k), int(has_p), int(has_min), **tile_options(),
     )  # fmt: skip
 
 
@@ -45,11 +49,10 @@ def tile_options() -> dict[str, int]:
     return {"BLOCK": BLOCK, "num_warps": _WARPS}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_k", "has_p", "has_min"])
 def draw_kernel(
     scores, temperatures, kth, top_k, may_drop, lowest, is_drawn, streams, positions, candidates, tokens,
-    is_valid, vocab, stride,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+    is_valid, vocab, stride, has_k, has_p, has_min, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The distance of a score is (best - score) / temperature: 0 or more, and its bits as an integer are in
     the order of distances. Tokens stay whose bits are below `limit`, and all but the first `skipped` of those
@@ -65,17 +68,23 @@ def draw_kernel(
     tl.store(is_valid + row, (best > float("-inf")) & (best < float("inf")))
     temperature = tl.load(temperatures + row)
     farthest = float("inf")
-    if TOP_K:
+    if has_k != 0:
         least = tl.div_rn(best - tl.load(kth + row).to(tl.float32), temperature)
         farthest = tl.where(tl.load(top_k + row) > 0, least, farthest)
     limit = 0x7F800000  # infinity
     skipped = 0
-    if TOP_P:
-        candidates += row.to(tl.int64) * vocab
+    if has_p != 0:
         limit, skipped = nucleus(
-            scores, candidates, tl.load(may_drop + row), best, temperature, farthest, vocab, BLOCK
+            scores,
+            candidates + row.to(tl.int64) * vocab,
+            tl.load(may_drop + row),
+            best,
+            temperature,
+            farthest,
+            vocab,
+            BLOCK,
         )
-    if MIN_P:
+    if has_min != 0:
         bits_of_lowest = (-tl.load(lowest + row)).to(tl.int32, bitcast=True)
         if bits_of_lowest < limit:
             limit = bits_of_lowest
