@@ -74,16 +74,10 @@ def draw_kernel(
     limit = 0x7F800000  # infinity
     skipped = 0
     if has_p != 0:
-        limit, skipped = nucleus(
-            scores,
-            candidates + row.to(tl.int64) * vocab,
-            tl.load(may_drop + row),
-            best,
-            temperature,
-            farthest,
-            vocab,
-            BLOCK,
-        )
+        may = tl.load(may_drop + row)
+        if may > 0:  # some rows of a batch have no top-p
+            candidates += row.to(tl.int64) * vocab
+            limit, skipped = nucleus(scores, candidates, may, best, temperature, farthest, vocab, BLOCK)
     if has_min != 0:
         bits_of_lowest = (-tl.load(lowest + row)).to(tl.int32, bitcast=True)
         if bits_of_lowest < limit:
