@@ -43,8 +43,8 @@ from kvcache.pool import KVCache, MambaPool
 log = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """What a recorded step has computed of its logits and hidden states."""
+class StepFindings(NamedTuple):
+    """What a recorded step has found in its logits and hidden states."""
 
     best: Argmax
     hidden_is_finite: torch.Tensor  # bool [T]
@@ -122,11 +122,11 @@ class ModelRunner:
             if plain:
                 self._last_tokens.mark(batch)
                 return self._read_argmax(batch, FetchedTensor(outputs.summary, is_reused=True))
-            known = Known(
+            found = StepFindings(
                 Argmax(outputs.tokens[:n], outputs.logits_are_finite[:n]), outputs.hidden_is_finite[:n]
             )
             positions = replayed.inputs.output_positions[:n]
-            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, known)
+            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, found)
 
     def _read_argmax(self, batch: ForwardBatch, summary: FetchedTensor) -> Read:
         """The result of a recorded step of which only the argmax is wanted: the graph has kept the tokens."""
@@ -144,12 +144,12 @@ class ModelRunner:
         hidden: torch.Tensor,
         logits: torch.Tensor,
         positions: torch.Tensor,
-        known: Known | None = None,
+        found: StepFindings | None = None,
     ) -> Read:
-        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]; `known` is
-        what was computed of them already."""
-        best, is_finite = (None, finite_rows(hidden)) if known is None else known
-        finite = FetchedTensor(is_finite, is_reused=known is not None)
+        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]; `found` is
+        what is known of them already."""
+        best, is_finite = (None, finite_rows(hidden)) if found is None else found
+        finite = FetchedTensor(is_finite, is_reused=found is not None)
         sample = self._sampler.sample(logits, batch.sampling, positions, best)
         self._last_tokens.record(batch, sample.tokens)
         packed = FetchedTensor(sample.packed)
