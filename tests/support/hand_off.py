@@ -224,7 +224,7 @@ class Pair:
             self.turn(self.prefill)
             self.turn(self.decode)
             self._moving()
-            if self.network.letters:
+            if self.network.letters and not isinstance(self.network.letters[0].message, kind):
                 self.deliver(0)
 
     def arrive(self, letter: Letter) -> None:
