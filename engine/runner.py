@@ -35,7 +35,7 @@ from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.pooled_prompts import by_sequence, pool_prompts
-from engine.sampler import LaunchedSample, Sampled, Sampler
+from engine.sampler import Sampled, Sampler, read_argmax
 from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
@@ -133,7 +133,7 @@ class ModelRunner:
 
         def read() -> BatchResult:
             tokens, logits, hidden = summary.numpy()[:, : len(batch.sampled)]
-            sampled = LaunchedSample.read_argmax(tokens, logits)
+            sampled = read_argmax(tokens, logits)
             return BatchResult(sampled.tokens, sampled.logprobs, _failures(sampled, hidden != 0, batch))
 
         return read

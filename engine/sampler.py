@@ -69,15 +69,15 @@ class LaunchedSample:
             rest = report.read(rest, logprobs)
         return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, masked | self.refusals)
 
-    @staticmethod
-    def read_argmax(tokens: npt.NDArray[np.int64], is_finite: npt.NDArray[np.int64]) -> Sampled:
-        """What is sampled where Sampler.takes_argmax."""
-        failures = {int(i): _BAD for i in np.flatnonzero(is_finite == 0)}
-        return Sampled(tokens.copy(), [None] * len(tokens), failures, {})
-
     def wait(self) -> Sampled:
         """Copy it to the host and read it."""
         return self.read(self.packed.cpu().numpy())
+
+
+def read_argmax(tokens: npt.NDArray[np.int64], is_finite: npt.NDArray[np.int64]) -> Sampled:
+    """What is sampled where Sampler.takes_argmax."""
+    failures = {int(i): _BAD for i in np.flatnonzero(is_finite == 0)}
+    return Sampled(tokens, [None] * len(tokens), failures, {})
 
 
 class Sampler:

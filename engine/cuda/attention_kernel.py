@@ -86,11 +86,7 @@ def decode_attention_kernel(
     token = begin + tl.arange(0, TOKENS)
     if EARLY:
         gdc_launch_dependents()
-    at = of_head + places_of(pages, token, last, page_stride, PAGE, DIM)
-    known = (token < last)[:, None]
-    low = tl.load(at + half[None, :], mask=known, other=0.0)
-    high = tl.load(at + HALF + half[None, :], mask=known, other=0.0)
-    value = tl.load(at + SIDE + of_dim[None, :], mask=known, other=0.0)
+    low, high, value = tile_of(of_head, pages, token, last, page_stride, SIDE, PAGE, DIM)
     if NORM:
         q_gain_low = tl.load(q_norm + half).to(tl.float32)[None, :]
         q_gain_high = tl.load(q_norm + HALF + half).to(tl.float32)[None, :]
@@ -117,12 +113,8 @@ def decode_attention_kernel(
         k_low *= factor_k * k_gain_low
         k_high *= factor_k * k_gain_high
     if ROTARY:
-        turned = q_low * cos[None, :] - q_high * sin[None, :]
-        q_high = q_high * cos[None, :] + q_low * sin[None, :]
-        q_low = turned
-        turned_k = k_low * cos - k_high * sin
-        k_high = k_high * cos + k_low * sin
-        k_low = turned_k
+        q_low, q_high = turned(q_low, q_high, cos[None, :], sin[None, :])
+        k_low, k_high = turned(k_low, k_high, cos, sin)
     element = pool.dtype.element_ty
     q_low, q_high = q_low.to(element), q_high.to(element)
     k_low, k_high = k_low.to(element), k_high.to(element)
@@ -146,11 +138,7 @@ def decode_attention_kernel(
     )
     for first in range(begin + TOKENS, end, TOKENS):
         token = first + tl.arange(0, TOKENS)
-        at = of_head + places_of(pages, token, length, page_stride, PAGE, DIM)
-        known = (token < length)[:, None]
-        low = tl.load(at + half[None, :], mask=known, other=0.0)
-        high = tl.load(at + HALF + half[None, :], mask=known, other=0.0)
-        value = tl.load(at + SIDE + of_dim[None, :], mask=known, other=0.0)
+        low, high, value = tile_of(of_head, pages, token, length, page_stride, SIDE, PAGE, DIM)
         peak, total, sums = attended(
             q_low, q_high, low, high, value, token < length, to_base_2, peak, total, sums
         )
@@ -168,24 +156,49 @@ def decode_attention_kernel(
     count = counts + row * KV_HEADS + kv_head
     if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
         tl.store(count, 0)  # for the next layer
-        each = tl.arange(0, SPLITS)
-        used = each < splits
-        for one in tl.static_range(GROUP):
-            places = (base + one) * SPLITS + each
-            peak_of = tl.load(peaks + places * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
-            total_of = tl.load(peaks + places * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-            sums_at = parts + places[:, None] * DIM + of_dim[None, :]
-            sums_of = tl.load(sums_at, mask=used[:, None], other=0.0, cache_modifier=".cg")
-            share = tl.exp2(peak_of - tl.max(peak_of, 0))
-            joined = tl.sum(sums_of * share[:, None], 0) / tl.sum(total_of * share, 0)
-            tl.store(target + one * DIM + of_dim, joined.to(out.dtype.element_ty))
+        join(parts, peaks, target, base, splits, GROUP, DIM, SPLITS)
 
 
 @triton.jit
-def places_of(pages, token, end, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """Where a head's rows of tokens before `end` begin in a pool [pages, heads, PAGE, DIM]: [tokens, 1]."""
+def tile_of(
+    of_head, pages, token, end, page_stride, SIDE: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """(lower halves of K, upper halves, V) of a head's tokens before `end`, in a pool [pages, K or V, heads,
+    PAGE, DIM]."""
+    HALF: tl.constexpr = DIM // 2
+    half = tl.arange(0, HALF)[None, :]
     page = tl.load(pages + token // PAGE, mask=token < end, other=0).to(tl.int64)
-    return page[:, None] * page_stride + (token % PAGE * DIM)[:, None]
+    at = of_head + page[:, None] * page_stride + (token % PAGE * DIM)[:, None]
+    known = (token < end)[:, None]
+    low = tl.load(at + half, mask=known, other=0.0)
+    high = tl.load(at + HALF + half, mask=known, other=0.0)
+    value = tl.load(at + SIDE + tl.arange(0, DIM)[None, :], mask=known, other=0.0)
+    return low, high, value
+
+
+@triton.jit
+def turned(low, high, cos, sin):
+    """The halves of heads after rotary embedding."""
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def join(
+    parts, peaks, target, base, splits, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Join what the splits of a KV head's context have summed, for each of its query heads from `base` on."""
+    of_dim = tl.arange(0, DIM)
+    each = tl.arange(0, SPLITS)
+    used = each < splits
+    for one in tl.static_range(GROUP):
+        places = (base + one) * SPLITS + each
+        peak_of = tl.load(peaks + places * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+        total_of = tl.load(peaks + places * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+        sums_at = parts + places[:, None] * DIM + of_dim[None, :]
+        sums_of = tl.load(sums_at, mask=used[:, None], other=0.0, cache_modifier=".cg")
+        share = tl.exp2(peak_of - tl.max(peak_of, 0))
+        joined = tl.sum(sums_of * share[:, None], 0) / tl.sum(total_of * share, 0)
+        tl.store(target + one * DIM + of_dim, joined.to(target.dtype.element_ty))
 
 
 @triton.jit

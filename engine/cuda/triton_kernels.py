@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 
+@functools.cache
 def available() -> bool:
     """Whether Triton, which torch for CUDA brings along, is installed."""
     return importlib.util.find_spec("triton") is not None

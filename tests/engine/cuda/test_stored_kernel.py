@@ -4,10 +4,6 @@ code for each generation of GPUs."""
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,20 +12,18 @@ import torch
 from engine.cuda.coded_weights import CodedWeights
 from engine.cuda.stored_experts import tiles_of
 from engine.cuda.stored_product import stored_product
+from tests.support.triton_code import CAPABILITIES, MOST_SHARED_BYTES, compiled, interpreted
 
 pytestmark = pytest.mark.kernels
 FORMS = ["fp8", "mxfp4", "int4", "int4_fine"]
-CAPABILITIES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-"""Of A100, H100 and B200, and the instructions of their tensor cores, which tiles of many rows must use."""
-MOST_SHARED_BYTES = 99 * 1024  # of a program: what any GPU from 8.0 on has
+CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+"""By compute capability, the instructions of tensor cores, which tiles of many rows must use."""
 
 
 @pytest.fixture
 def kernel() -> Any:
-    """The kernel's module, interpreted. Triton must know that when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("TRITON_INTERPRET is not 1: make kernels sets it")
+    """The kernel's module, interpreted."""
+    interpreted()
     return importlib.import_module("engine.cuda.stored_kernel")
 
 
@@ -104,36 +98,6 @@ def check_same(kernel: Any, x: torch.Tensor, coded: CodedWeights) -> None:
     torch.testing.assert_close(out, want, rtol=1e-3, atol=0, equal_nan=True)
 
 
-_COMPILE = """
-import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.cuda.stored_kernel import stored_product_kernel as kernel, tile_options
-
-capability, form, grouped, rows, dtype = json.loads(sys.argv[1])
-options = tile_options(rows)
-warps, stages = options.pop("num_warps"), options.pop("num_stages")
-scale_inputs = 32 if form in ("mxfp4", "int4_fine") else 128
-constants = {"SCALE_INPUTS": scale_inputs, "FORMAT": form.partition("_")[0], "GROUPED": grouped, "ROWS": rows}
-constants |= options
-scales = {"fp8": "*fp32", "mxfp4": "*u8"}.get(form, "*fp16")
-types = {"x": dtype, "codes": "*u8", "scales": scales, "out": dtype}
-types |= {"rows": "*i32", "experts": "*i32"} if grouped else {}
-types |= {"zeros": "*u8"} if scales == "*fp16" else {}
-constants |= {name: None for name in ("rows", "experts", "zeros") if name not in types}
-signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-aligned = ("x", "codes", "scales", "out", "inputs", "outputs", "x_stride")
-attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-made = triton.compile(
-    ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
-    target=GPUTarget("cuda", capability, 32),
-    options={"num_warps": warps, "num_stages": stages},
-)
-print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"], "bytes": len(made.asm["cubin"])}))
-"""
-
-
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
 @pytest.mark.parametrize(
     ("form", "grouped", "rows"),
@@ -148,15 +112,23 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"], "bytes
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_becomes_machine_code(capability: int, form: str, grouped: bool, rows: int, dtype: str) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
-    case = json.dumps([capability, form, grouped, rows, dtype])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE, case]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads(done.stdout.splitlines()[-1])
-    assert made["bytes"] > 0
+    scales = {"fp8": "*fp32", "mxfp4": "*u8"}.get(form, "*fp16")
+    types = {"x": dtype, "codes": "*u8", "scales": scales, "out": dtype}
+    types |= {"rows": "*i32", "experts": "*i32"} if grouped else {}
+    types |= {"zeros": "*u8"} if scales == "*fp16" else {}
+    scale_inputs = 32 if form in ("mxfp4", "int4_fine") else 128
+    made = compiled(
+        "stored_kernel",
+        "stored_product_kernel",
+        [rows],
+        types,
+        {"SCALE_INPUTS": scale_inputs, "FORMAT": form.partition("_")[0], "GROUPED": grouped, "ROWS": rows},
+        [name for name in ("rows", "experts", "zeros") if name not in types],
+        ["x", "codes", "scales", "out", "inputs", "outputs", "x_stride"],
+        capability,
+    )
     assert made["shared"] <= MOST_SHARED_BYTES
-    assert (CAPABILITIES[capability] if rows > 16 else "mma.sync") in made["ptx"]
+    assert (CORES[capability] if rows > 16 else "mma.sync") in made["ptx"]
     assert "cp.async" in made["ptx"], "weights are loaded while others are multiplied"
-    assert ".local" not in made["ptx"], "registers are spilled"
+    assert ".local" not in made["ptx"]
+    assert not made["spilled"]
