@@ -84,6 +84,10 @@ struct Product {
 using baton::bf16;
 using baton::kGroup;
 
+namespace {
+constexpr int64_t kUnpackedAlone = 32 << 10;  // weights that one thread copies sooner than another is woken
+}  // namespace
+
 extern "C" {
 
 int64_t baton_group_bytes(int format, int64_t k) { return baton::group_bytes(static_cast<baton::PackFormat>(format), k); }
@@ -126,7 +130,7 @@ void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_
       for (int64_t d = 0; d < k; d += 2) std::memcpy(out + i * k + d, pairs + d * kGroup, 2 * sizeof(bf16));
     }
   };
-  baton::parallel(threads, body);
+  baton::parallel(baton::threads_worth(threads, count * k, kUnpackedAlone), body);
 }
 
 // out[m, n] = a[m, k] * weights + bias, in float32 or, if `rounded`, in bfloat16. `bias` may be null.

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <mutex>
@@ -24,7 +25,7 @@ struct alignas(64) Taken {
 namespace {
 
 constexpr int kSpins = 300;     // of `pause`, about 5-15 us: longer than a balanced barrier takes
-constexpr int kIdleYields = 50;  // then a helper sleeps until the next region
+constexpr std::chrono::milliseconds kAwake{4};  // that a helper yields for, then it sleeps until the next region
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -68,19 +69,26 @@ struct Pool {
     spin_then_yield([&] { return phase.load(std::memory_order_acquire) != before; });
   }
 
+  // Returns when there is a region after the `seen` first. Between the regions of a decode step and the next there are
+  // up to some milliseconds: a thread that sleeps then may be woken late, on a core that is taken.
+  void wait_for_region(uint64_t seen) {
+    const auto is_there = [&] { return generation.load(std::memory_order_acquire) != seen; };
+    for (int i = 0; i < kSpins; ++i) {
+      if (is_there()) return;
+      relax();
+    }
+    const auto end = std::chrono::steady_clock::now() + kAwake;
+    while (std::chrono::steady_clock::now() < end) {
+      if (is_there()) return;
+      sched_yield();
+    }
+    std::unique_lock<std::mutex> lock(wake_mutex);
+    wake.wait(lock, is_there);
+  }
+
   void help(int index, uint64_t seen) {
     for (;;) {
-      for (int i = 0; generation.load(std::memory_order_acquire) == seen; ++i) {
-        if (i < kSpins) {
-          relax();
-        } else if (i < kSpins + kIdleYields) {
-          sched_yield();
-        } else {
-          std::unique_lock<std::mutex> lock(wake_mutex);
-          wake.wait(lock, [&] { return generation.load(std::memory_order_acquire) != seen; });
-        }
-      }
-      ++seen;
+      wait_for_region(seen++);
       if (index < size) {
         Team team(index, size);
         region(team, context);
