@@ -181,6 +181,9 @@ class Scheduler:
             self.metrics.checkpoints += running.states.prepare(running.reqs, running.lens[: len(running)])
         table = None if window is None else window.table
         batch = build_batch(running, chunks, self._pool.req_to_token, table)
+        for chunk in chunks:  # before the launch: without overlap it returns when the forward is over
+            forward = RequestStage.PREFILL_FORWARD
+            chunk.req.stamp(forward if chunk.is_last else RequestStage.PREFILL_CHUNKED_FORWARD)
         pending = self._engine.launch(batch)
         decode = self._running.reqs.copy()
         for req in decode:
@@ -196,11 +199,8 @@ class Scheduler:
         req = chunk.req
         req.in_flight += 1
         req.scheduled_len = chunk.end
-        if not chunk.is_last:
-            req.stamp(RequestStage.PREFILL_CHUNKED_FORWARD)
-            return
-        req.stamp(RequestStage.PREFILL_FORWARD)
-        if Phase.DECODE in self.config.phases and chunk.samples and chunk.end + 1 < req.limit_len:
+        decodes = Phase.DECODE in self.config.phases and chunk.samples and chunk.end + 1 < req.limit_len
+        if chunk.is_last and decodes:
             req.state = ReqState.RUNNING
             self._running.join(req, self._pages.slots(req, chunk.end))
 

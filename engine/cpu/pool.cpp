@@ -25,7 +25,7 @@ struct alignas(64) Taken {
 namespace {
 
 constexpr int kSpins = 300;     // of `pause`, about 5-15 us: longer than a balanced barrier takes
-constexpr std::chrono::milliseconds kAwake{4};  // that a helper yields for, then it sleeps until the next region
+constexpr std::chrono::milliseconds kAwake{1};  // that a helper yields for, then it sleeps until the next region
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -69,8 +69,9 @@ struct Pool {
     spin_then_yield([&] { return phase.load(std::memory_order_acquire) != before; });
   }
 
-  // Returns when there is a region after the `seen` first. Between the regions of a decode step and the next there are
-  // up to some milliseconds: a thread that sleeps then may be woken late, on a core that is taken.
+  // Returns when there is a region after the first `seen`. A thread that sleeps is woken late, and on a core that may be
+  // taken, so it stays awake between the regions of one step. It sleeps between steps: there other processes send what
+  // the step has made.
   void wait_for_region(uint64_t seen) {
     const auto is_there = [&] { return generation.load(std::memory_order_acquire) != seen; };
     for (int i = 0; i < kSpins; ++i) {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.batch import UNKNOWN_TOKEN
+from engine.batch import UNKNOWN_TOKEN, ForwardBatch, Pending
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
 from wire.request import FinishReason
@@ -182,4 +182,20 @@ def test_stamps_come_once_in_order() -> None:
     ]
     times = [stamp.at_ns for stamp in req.stamps]
     assert times == sorted(times)
+    rig.close()
+
+
+def test_a_forward_s_stage_begins_before_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without overlap `launch` returns when the forward is over."""
+    rig = Rig(config=CONFIG)
+    req = rig.add(range(40), 1)
+    launch, entered = rig.engine.launch, []
+
+    def watched(batch: ForwardBatch) -> Pending:
+        entered.append(req.stamps[-1].stage)
+        return launch(batch)
+
+    monkeypatch.setattr(rig.engine, "launch", watched)
+    rig.run()
+    assert entered == [RequestStage.PREFILL_CHUNKED_FORWARD, RequestStage.PREFILL_FORWARD]
     rig.close()
