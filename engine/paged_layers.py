@@ -72,7 +72,7 @@ class AttendsHeads(Protocol):
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         out: torch.Tensor,
-        inputs: HeadInputs | None = None,
+        inputs: HeadInputs,
     ) -> None:
         """forward(), with norms and rotary embedding of q and k before it."""
         ...

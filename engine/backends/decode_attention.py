@@ -22,11 +22,19 @@ class DecodeAttention:
     """An AttentionBackend, and AttendsHeads, for recorded steps of `sequences` rows, one new token each."""
 
     def __init__(
-        self, pool: MHAKVCache, query_heads: int, scale: float, sequences: int, context_pages: int
+        self,
+        pool: MHAKVCache,
+        query_heads: int,
+        scale: float,
+        softcap: float | None,
+        sequences: int,
+        context_pages: int,
     ) -> None:
         """A row has at most `context_pages` pages."""
         self._pool = pool
         self._scale = scale
+        self._softcap = softcap
+        self._window = pool.spec.window
         self._device = device = pool.data.device
         kv_heads, dim = pool.spec.kv_heads, pool.spec.head_dim
         count = 2 * sequences + 1 + sequences * context_pages
@@ -40,7 +48,7 @@ class DecodeAttention:
         self._counts = torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device)
 
     @staticmethod
-    def fits(pool: MHAKVCache, query_heads: int, sinks: bool, softcap: float | None) -> bool:
+    def fits(pool: MHAKVCache, query_heads: int) -> bool:
         """Whether the kernel computes attention over this pool."""
         spec = pool.spec
         return (
@@ -49,14 +57,11 @@ class DecodeAttention:
             and pool.data.dtype == spec.dtype
             and spec.head_dim in HEAD_DIMS
             and query_heads // spec.kv_heads <= _MOST_GROUP
-            and spec.window is None
-            and not sinks
-            and softcap is None
         )
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Copy the page table to the device, in one copy."""
-        indices = page_indices(batch, self._pool.page_size)
+        indices = page_indices(batch, self._pool.page_size, self._window)
         host = np.concatenate((indices.kv_starts, indices.kv_lens, indices.pages))
         self._indices[: len(host)].copy_(pinned(host, self._device), non_blocking=True)
 
@@ -69,8 +74,7 @@ class DecodeAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        assert sinks is None, "see fits()"
-        self.attend(place, q, k_new, v_new, out)
+        self._attend(place, q, k_new, v_new, out, (None, None, 0.0, None, None), sinks)
 
     def attend(
         self,
@@ -79,13 +83,26 @@ class DecodeAttention:
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         out: torch.Tensor,
-        inputs: HeadInputs | None = None,
+        inputs: HeadInputs,
     ) -> None:
-        q_norm, k_norm, eps, rotary, positions = inputs or (None, None, 0.0, None, None)
+        self._attend(place, q, k_new, v_new, out, inputs, None)
+
+    def _attend(
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        inputs: HeadInputs | tuple[None, None, float, None, None],
+        sinks: torch.Tensor | None,
+    ) -> None:
+        q_norm, k_norm, eps, rotary, positions = inputs
         decode_attention(
             _joined_heads(q), _joined_heads(k_new), _joined_heads(v_new), q_norm, k_norm, rotary, positions,
             self._pool.data[:, place], self._pages, self._starts, self._lengths, self._parts, self._peaks,
-            self._counts, out, self._scale, eps,
+            self._counts, out, None if sinks is None else sinks.float(), self._scale, eps, self._window,
+            self._softcap,
         )  # fmt: skip
 
 

@@ -63,8 +63,10 @@ class FlashInferAttention:
     def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention | DecodeAttention:
         """This backend for decode steps of `sequences` rows with at most `context_pages` pages each, which
         are recorded: what they read on the device is always at the same place."""
-        if DecodeAttention.fits(self._pool, self._query_heads, self._sinks, self._softcap):
-            return DecodeAttention(self._pool, self._query_heads, self._scale, sequences, context_pages)
+        if DecodeAttention.fits(self._pool, self._query_heads):
+            return DecodeAttention(
+                self._pool, self._query_heads, self._scale, self._softcap, sequences, context_pages
+            )
         buffers = FixedIndices.allocate(sequences, context_pages, self._device)
         return FlashInferAttention(
             self._pool, self._query_heads, self._scale, self._sinks, self._softcap, self._shared, buffers

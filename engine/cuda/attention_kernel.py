@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.triton_kernels import early_launch
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 def launch(
     q: torch.Tensor,
@@ -31,18 +33,21 @@ def launch(
     peaks: torch.Tensor,
     counts: torch.Tensor,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     eps: float,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """As attention_op.py: decode_attention."""
     rows, kv_heads, dim = k.shape
     splits = parts.shape[2]
     decode_attention_kernel[(splits, kv_heads, rows)](
         q, k, v, q_norm, k_norm, rotary, positions, pool, pages, starts, lengths, parts, peaks, counts, out,
-        q.stride(0), k.stride(0), v.stride(0), pool.stride(0), scale, eps,
+        sinks, q.stride(0), k.stride(0), v.stride(0), pool.stride(0), scale, eps, softcap or 0.0,
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, PAGE=pool.shape[3], SPLITS=splits,
-        NORM=q_norm is not None, ROTARY=rotary is not None, **tile_options(dim, splits),
-        **early_launch(q.device),
+        NORM=q_norm is not None, ROTARY=rotary is not None, SINKS=sinks is not None, WINDOW=window or 0,
+        CAPPED=softcap is not None, **tile_options(dim, splits), **early_launch(q.device),
     )  # fmt: skip
 
 
@@ -57,9 +62,10 @@ def tile_options(dim: int, splits: int) -> dict[str, int]:
 @triton.jit
 def decode_attention_kernel(
     q, k, v, q_norm, k_norm, rotary, positions, pool, pages, starts, lengths, parts, peaks, counts, out,
-    q_stride, k_stride, v_stride, page_stride, scale, eps,
+    sinks, q_stride, k_stride, v_stride, page_stride, scale, eps, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr, EARLY: tl.constexpr,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """As attention_op.py: decode_attention. A program computes the query heads of one KV head over one
     split of a row's tokens. The last program of a row's KV head to be done joins its splits."""
@@ -129,21 +135,28 @@ def decode_attention_kernel(
     low = tl.where(is_new, k_low[None, :], low)
     high = tl.where(is_new, k_high[None, :], high)
     value = tl.where(is_new, new_v[None, :], value)
-    to_base_2 = scale * 1.4426950408889634
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    peak = tl.full((HEADS,), -1e30, tl.float32)  # not infinite: nothing of a tile may be in the window
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, DIM), tl.float32)
+    is_seen = seen_of(token, length, WINDOW)
     peak, total, sums = attended(
-        q_low, q_high, low, high, value, token < length, to_base_2, peak, total, sums
+        q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED
     )
     for first in range(begin + TOKENS, end, TOKENS):
         token = first + tl.arange(0, TOKENS)
         low, high, value = tile_of(of_head, pages, token, length, page_stride, SIDE, PAGE, DIM)
+        is_seen = seen_of(token, length, WINDOW)
         peak, total, sums = attended(
-            q_low, q_high, low, high, value, token < length, to_base_2, peak, total, sums
+            q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED
         )
     target = out + (row * KV_HEADS + kv_head) * GROUP * DIM
     if splits == 1:
+        if SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + head, mask=is_head, other=0.0) * LOG2_E
+            highest = tl.maximum(peak, sink)
+            shrunk = tl.exp2(peak - highest)
+            total = total * shrunk + tl.exp2(sink - highest)
+            sums *= shrunk[:, None]
         whole = target + head[:, None] * DIM + of_dim[None, :]
         tl.store(whole, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
         return
@@ -156,7 +169,8 @@ def decode_attention_kernel(
     count = counts + row * KV_HEADS + kv_head
     if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
         tl.store(count, 0)  # for the next layer
-        join(parts, peaks, target, base, splits, GROUP, DIM, SPLITS)
+        of_head_sinks = sinks + kv_head * GROUP if SINKS else sinks
+        join(parts, peaks, target, base, splits, of_head_sinks, GROUP, DIM, SPLITS, SINKS)
 
 
 @triton.jit
@@ -177,6 +191,15 @@ def tile_of(
 
 
 @triton.jit
+def seen_of(token, length, WINDOW: tl.constexpr):
+    """Which tokens a row of `length` tokens sees."""
+    is_seen = token < length
+    if WINDOW > 0:
+        is_seen &= token >= length - WINDOW
+    return is_seen
+
+
+@triton.jit
 def turned(low, high, cos, sin):
     """The halves of heads after rotary embedding."""
     return low * cos - high * sin, high * cos + low * sin
@@ -184,9 +207,11 @@ def turned(low, high, cos, sin):
 
 @triton.jit
 def join(
-    parts, peaks, target, base, splits, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
+    parts, peaks, target, base, splits, sinks, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join what the splits of a KV head's context have summed, for each of its query heads from `base` on."""
+    """Join what the splits of a KV head's context have summed, for each of its query heads from `base` on.
+    `sinks` are those of these heads."""
     of_dim = tl.arange(0, DIM)
     each = tl.arange(0, SPLITS)
     used = each < splits
@@ -196,16 +221,30 @@ def join(
         total_of = tl.load(peaks + places * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
         sums_at = parts + places[:, None] * DIM + of_dim[None, :]
         sums_of = tl.load(sums_at, mask=used[:, None], other=0.0, cache_modifier=".cg")
-        share = tl.exp2(peak_of - tl.max(peak_of, 0))
-        joined = tl.sum(sums_of * share[:, None], 0) / tl.sum(total_of * share, 0)
+        highest = tl.max(peak_of, 0)
+        if SINKS:
+            sink = tl.load(sinks + one) * LOG2_E
+            highest = tl.maximum(highest, sink)
+        share = tl.exp2(peak_of - highest)
+        total = tl.sum(total_of * share, 0)
+        if SINKS:
+            total += tl.exp2(sink - highest)
+        joined = tl.sum(sums_of * share[:, None], 0) / total
         tl.store(target + one * DIM + of_dim, joined.to(target.dtype.element_ty))
 
 
 @triton.jit
-def attended(q_low, q_high, low, high, value, is_token, to_base_2, peak, total, sums):
-    """The running softmax with a tile of tokens more: peaks [heads], their totals, and sums [heads, DIM]."""
-    scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low))) * to_base_2
-    scores = tl.where(is_token[None, :], scores, float("-inf"))
+def attended(
+    q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED: tl.constexpr
+):  # fmt: skip
+    """The running softmax with a tile of tokens more: peaks [heads], to base 2, totals, and sums [heads,
+    DIM]."""
+    scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
+    if CAPPED:  # softcap tanh(s / softcap), where tanh(x) is 1 - 2 / (e^2x + 1)
+        scores = softcap * (1 - 2 / (tl.exp2(scores * (scale / softcap * 2 * LOG2_E)) + 1)) * LOG2_E
+    else:
+        scores *= scale * LOG2_E
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     shrunk = tl.exp2(peak - higher)

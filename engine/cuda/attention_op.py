@@ -38,8 +38,11 @@ def decode_attention(
     peaks: torch.Tensor,
     counts: torch.Tensor,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     eps: float,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """Normalise and turn q and k, write K and V of each row's new token, and attend to the row's pages.
 
@@ -48,8 +51,10 @@ def decode_attention(
     position, for halves of a head; the row's position is `positions` [rows], int64. pool [pages, 2, KV heads,
     page size, dim]: one layer's, strided by page.
 
-    `pages` int32 has the page ids of row i from starts[i] on, int32; `lengths` int32 [rows]: tokens, the new
-    one included. `out` [rows, query heads, dim], contiguous. `parts` [rows, query heads, splits, dim] and
+    `pages` int32 has the page ids of row i from starts[i] on, int32; `lengths` int32 [rows]: tokens on them,
+    the new one included. Of these a row sees the last `window`, or all. A scaled score s becomes softcap
+    tanh(s / softcap), unless that is None. `sinks` float32 [query heads]: logits that join each softmax and
+    carry no value. `out` [rows, query heads, dim], contiguous. `parts` [rows, query heads, splits, dim] and
     `peaks` [rows, query heads, splits, 2], float32, keep what the splits sum (splits_of). `counts` int32
     [rows, KV heads] are zeros before and after.
     """
@@ -57,7 +62,7 @@ def decode_attention(
 
     launch(
         q, k, v, q_norm, k_norm, rotary, positions, pool, pages, starts, lengths, parts, peaks, counts, out,
-        scale, eps,
+        sinks, scale, eps, window, softcap,
     )  # fmt: skip
 
 
@@ -83,8 +88,11 @@ def _reference(
     peaks: torch.Tensor,
     counts: torch.Tensor,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     eps: float,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """By its definition."""
     del parts, peaks, counts
@@ -106,4 +114,9 @@ def _reference(
         keys, values = (pool[ids, side].transpose(1, 2).flatten(0, 1)[:length].float() for side in (0, 1))
         for head in range(q.shape[1]):
             scores = keys[:, head // group] @ turned[0][head].float() * scale
-            out[row, head] = (scores.softmax(0) @ values[:, head // group]).to(out.dtype)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores[: 0 if window is None else max(length - window, 0)] = -torch.inf
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head, None]))
+            out[row, head] = (scores.softmax(0)[:length] @ values[:, head // group]).to(out.dtype)

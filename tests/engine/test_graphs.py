@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from engine import graphs
+from engine.backends.decode_attention import DecodeAttention
 from engine.batch import StateSlots, WindowPages
+from engine.cuda import triton_kernels
 from engine.graphs import CudaRecorder, DecodeLimits, Outputs
 from engine.padding import is_decode, padded, padded_sizes, padding
 from tests.engine.conftest import PROMPTS, Drawn
@@ -47,6 +49,27 @@ def open_recorded(path: Path, **options: Any) -> tuple[Driver, EagerRecorder]:
 def test_padded_replays_and_mixed_batches_between_them_give_generates_tokens(
     family: str, drawn: Drawn
 ) -> None:
+    check_replays(family, drawn)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss", "gemma2"])
+def test_so_they_do_with_our_own_attention(
+    family: str, drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its definition, with windows, sinks and softcaps."""
+    monkeypatch.setattr(triton_kernels, "available", lambda: True)
+    monkeypatch.setattr("engine.backends.decode_attention.DTYPES", (torch.float32,))
+    monkeypatch.setattr("engine.backends.decode_attention.HEAD_DIMS", (16, 32))
+    prepared = []
+    prepare = DecodeAttention.prepare
+    monkeypatch.setattr(
+        DecodeAttention, "prepare", lambda self, batch: prepared.append(self) or prepare(self, batch)
+    )
+    check_replays(family, drawn)
+    assert prepared
+
+
+def check_replays(family: str, drawn: Drawn) -> None:
     path, expected = drawn(family)
     driver, recorder = open_recorded(path)
     lanes = [driver.add(prompt) for prompt in PROMPTS]

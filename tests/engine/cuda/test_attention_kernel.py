@@ -26,6 +26,9 @@ class AttentionCase:
     group: int
     dim: int
     page_size: int
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def inputs(self, is_fused: bool, dtype: torch.dtype) -> list[Any]:
         """The arguments of decode_attention, those of norms and rotary embedding if `is_fused`. One layer of
@@ -50,7 +53,11 @@ class AttentionCase:
         counted = torch.zeros(rows, self.kv_heads, dtype=torch.int32)
         out = torch.full((rows, heads, dim), torch.nan, dtype=dtype)
         lengths = torch.tensor(self.lengths).int()
-        return [q, k, v, *fused, pool, pages, starts, lengths, parts, peaks, counted, out, dim**-0.5, 1e-6]
+        sinks = torch.randn(heads) * 3 if self.has_sinks else None
+        return [
+            q, k, v, *fused, pool, pages, starts, lengths, parts, peaks, counted, out, sinks, dim**-0.5, 1e-6,
+            self.window, self.softcap,
+        ]  # fmt: skip
 
     def check(self, got: list[Any], want: list[Any], attention: Callable[..., object]) -> None:
         """`attention` of `got`, twice, is the definition of `want`, which has the same values on a CPU."""
@@ -71,7 +78,17 @@ SHAPES = [
     AttentionCase((65, 64), 2, 1, 128, 16),  # the new token is alone on its tile, and last on it
     AttentionCase((33, 130, 1), 1, 8, 256, 8),
     AttentionCase((90,) * 40, 8, 2, 64, 16),  # one split each
+    AttentionCase((5, 130, 300), 2, 4, 64, 16, window=120, has_sinks=True),
+    AttentionCase(
+        (70, 90, 1) * 40, 2, 2, 64, 64, window=6, has_sinks=True
+    ),  # a whole tile is not seen
+    AttentionCase((33, 200), 2, 2, 256, 16, window=64, softcap=1.5),
 ]
+
+
+FUSED = {"NORM": True, "ROTARY": True}
+PLAIN = FUSED | {"SINKS": False, "WINDOW": 0, "CAPPED": False}
+WITH_ALL = FUSED | {"SINKS": True, "WINDOW": 128, "CAPPED": True}
 
 
 @pytest.mark.kernels
@@ -86,18 +103,19 @@ def test_results_are_those_of_the_definition(shape: AttentionCase, is_fused: boo
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dim", "splits"), [(64, 32), (128, 32), (128, 1), (256, 8)])
+@pytest.mark.parametrize("variant", [PLAIN, WITH_ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_it_becomes_machine_code(capability: int, dim: int, splits: int) -> None:
+def test_it_becomes_machine_code(capability: int, variant: dict[str, Any], dim: int, splits: int) -> None:
     floats = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm", "pool", "out"), "*bf16")
-    sums = dict.fromkeys(("rotary", "parts", "peaks"), "*fp32") | {"positions": "*i64"}
+    sums = dict.fromkeys(("rotary", "parts", "peaks", "sinks"), "*fp32") | {"positions": "*i64"}
     counts = dict.fromkeys(("pages", "starts", "lengths", "counts"), "*i32")
     made = compiled(
         "attention_kernel",
         "decode_attention_kernel",
         [dim, splits],
-        floats | sums | counts | {"scale": "fp32", "eps": "fp32"},
-        {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "PAGE": 16, "SPLITS": splits, "NORM": True, "ROTARY": True},
-        [],
+        floats | sums | counts | {"scale": "fp32", "eps": "fp32", "softcap": "fp32"},
+        {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "PAGE": 16, "SPLITS": splits} | variant,
+        [] if variant["SINKS"] else ["sinks"],
         [*floats, *sums, *counts, "q_stride", "k_stride", "v_stride", "page_stride"],
         capability,
     )
