@@ -9,11 +9,15 @@ from wire.holds import Hold
 from wire.messages import Abort, Ack, AnyMessage
 from wire.retransmitter import RetransmitKey, Retransmitter
 
+_ACK_EVERY_S = 0.25
+"""Acknowledgements let workers forget, which can wait. With every tick of the router they woke both processes
+about as often as tokens do."""
+
 
 class WorkerMail:
     """Messages, repeated until answered, and acknowledgements of tokens. Implements RoomMail.
 
-    Acknowledgements are cumulative, so they are gathered and sent with the next tick.
+    Acknowledgements are cumulative, so they are gathered, and sent with one of the next ticks.
     """
 
     def __init__(self, send: Callable[[str, AnyMessage], None], receipt_timeout_s: float) -> None:
@@ -22,6 +26,7 @@ class WorkerMail:
         self._retransmitter = Retransmitter(send)
         self._receipt_timeout_s = receipt_timeout_s
         self._acks: dict[str, dict[tuple[int, int], int]] = {}  # by address, then by room and epoch
+        self._acked_at = float("-inf")
 
     def say(self, key: RetransmitKey, message: AnyMessage) -> None:
         """Send a message until it is answered."""
@@ -50,6 +55,9 @@ class WorkerMail:
     def tick(self, now: float) -> list[RetransmitKey]:
         """Repeat what is unanswered, and acknowledge. Returns the keys of messages given up."""
         given_up = self._retransmitter.tick(now)
+        if now - self._acked_at < _ACK_EVERY_S:
+            return given_up
+        self._acked_at = now
         for address, upto in self._acks.items():
             self.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
         self._acks.clear()
