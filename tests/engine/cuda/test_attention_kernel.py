@@ -79,9 +79,7 @@ SHAPES = [
     AttentionCase((33, 130, 1), 1, 8, 256, 8),
     AttentionCase((90,) * 40, 8, 2, 64, 16),  # one split each
     AttentionCase((5, 130, 300), 2, 4, 64, 16, window=120, has_sinks=True),
-    AttentionCase(
-        (70, 90, 1) * 40, 2, 2, 64, 64, window=6, has_sinks=True
-    ),  # a whole tile is not seen
+    AttentionCase((70, 90, 1) * 40, 2, 2, 64, 64, window=6, has_sinks=True),  # a whole tile is not seen
     AttentionCase((33, 200), 2, 2, 256, 16, window=64, softcap=1.5),
 ]
 
