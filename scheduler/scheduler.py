@@ -182,8 +182,8 @@ class Scheduler:
         table = None if window is None else window.table
         batch = build_batch(running, chunks, self._pool.req_to_token, table)
         for chunk in chunks:  # before the launch: without overlap it returns when the forward is over
-            forward = RequestStage.PREFILL_FORWARD
-            chunk.req.stamp(forward if chunk.is_last else RequestStage.PREFILL_CHUNKED_FORWARD)
+            stage = RequestStage.PREFILL_FORWARD if chunk.is_last else RequestStage.PREFILL_CHUNKED_FORWARD
+            chunk.req.stamp(stage)
         pending = self._engine.launch(batch)
         decode = self._running.reqs.copy()
         for req in decode:

@@ -74,7 +74,7 @@ class DecodeAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self._attend(place, q, k_new, v_new, out, (None, None, 0.0, None, None), sinks)
+        self.attend(place, q, k_new, v_new, out, None, sinks)
 
     def attend(
         self,
@@ -83,26 +83,14 @@ class DecodeAttention:
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         out: torch.Tensor,
-        inputs: HeadInputs,
+        inputs: HeadInputs | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        self._attend(place, q, k_new, v_new, out, inputs, None)
-
-    def _attend(
-        self,
-        place: int,
-        q: torch.Tensor,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        out: torch.Tensor,
-        inputs: HeadInputs | tuple[None, None, float, None, None],
-        sinks: torch.Tensor | None,
-    ) -> None:
-        q_norm, k_norm, eps, rotary, positions = inputs
+        q_norm, k_norm, eps, rotary, positions = inputs or (None, None, 0.0, None, None)
         decode_attention(
             _joined_heads(q), _joined_heads(k_new), _joined_heads(v_new), q_norm, k_norm, rotary, positions,
             self._pool.data[:, place], self._pages, self._starts, self._lengths, self._parts, self._peaks,
-            self._counts, out, None if sinks is None else sinks.float(), self._scale, eps, self._window,
-            self._softcap,
+            self._counts, out, sinks, self._scale, eps, self._window, self._softcap,
         )  # fmt: skip
 
 

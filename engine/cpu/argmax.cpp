@@ -75,6 +75,6 @@ void baton_argmax(const void* elements, int32_t storage, int64_t rows, int64_t c
                       ? baton::argmax(static_cast<const float*>(elements) + r * stride, columns, is_finite[r])
                       : baton::argmax(static_cast<const baton::bf16*>(elements) + r * stride, columns, is_finite[r]);
   };
-  baton::parallel(baton::threads_worth(threads, rows * columns, baton::kElements), body);
+  baton::parallel(baton::threads_worth(threads, rows, rows * columns, baton::kElements), body);
 }
 }

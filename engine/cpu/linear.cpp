@@ -130,7 +130,7 @@ void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_
       for (int64_t d = 0; d < k; d += 2) std::memcpy(out + i * k + d, pairs + d * kGroup, 2 * sizeof(bf16));
     }
   };
-  baton::parallel(baton::threads_worth(threads, count * k, kUnpackedAlone), body);
+  baton::parallel(baton::threads_worth(threads, count, count * k, kUnpackedAlone), body);
 }
 
 // out[m, n] = a[m, k] * weights + bias, in float32 or, if `rounded`, in bfloat16. `bias` may be null.

@@ -52,13 +52,13 @@ class Shares {
 using Region = void (*)(Team& team, void* context);
 
 // Runs `region` on `threads` threads and returns when all are done. One region at a time per process: a second
-// caller waits for its turn. Threads start on first use, sleep between regions that are
-// more than milliseconds apart, and end with the process.
+// caller waits for its turn. Threads start on first use, sleep between regions that are more than a millisecond apart, and
+// end with the process.
 void run_region(int threads, Region region, void* context);
 
-// How many of `threads` are worth waking for `work`, of which a thread takes `share` at least.
-inline int threads_worth(int threads, int64_t work, int64_t share) {
-  return static_cast<int>(std::clamp<int64_t>(work / share, 1, threads));
+// How many of `threads` are worth waking for `rows` that are `work` together, of which a thread takes `share` at least.
+inline int threads_worth(int threads, int64_t rows, int64_t work, int64_t share) {
+  return static_cast<int>(std::clamp<int64_t>(std::min(rows, work / share), 1, threads));
 }
 
 template <typename F>

@@ -138,25 +138,20 @@ def decode_attention_kernel(
     peak = tl.full((HEADS,), -1e30, tl.float32)  # not infinite: nothing of a tile may be in the window
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, DIM), tl.float32)
-    is_seen = seen_of(token, length, WINDOW)
     peak, total, sums = attended(
-        q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED
+        q_low, q_high, low, high, value, token, length, scale, softcap, peak, total, sums, WINDOW, CAPPED
     )
     for first in range(begin + TOKENS, end, TOKENS):
         token = first + tl.arange(0, TOKENS)
         low, high, value = tile_of(of_head, pages, token, length, page_stride, SIDE, PAGE, DIM)
-        is_seen = seen_of(token, length, WINDOW)
         peak, total, sums = attended(
-            q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED
+            q_low, q_high, low, high, value, token, length, scale, softcap, peak, total, sums, WINDOW, CAPPED
         )
     target = out + (row * KV_HEADS + kv_head) * GROUP * DIM
     if splits == 1:
         if SINKS:
-            sink = tl.load(sinks + kv_head * GROUP + head, mask=is_head, other=0.0) * LOG2_E
-            highest = tl.maximum(peak, sink)
-            shrunk = tl.exp2(peak - highest)
-            total = total * shrunk + tl.exp2(sink - highest)
-            sums *= shrunk[:, None]
+            sink = tl.load(sinks + kv_head * GROUP + head, mask=is_head, other=0.0)
+            total += tl.exp2(sink.to(tl.float32) * LOG2_E - peak)  # infinite if nothing else counts
         whole = target + head[:, None] * DIM + of_dim[None, :]
         tl.store(whole, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
         return
@@ -169,8 +164,7 @@ def decode_attention_kernel(
     count = counts + row * KV_HEADS + kv_head
     if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
         tl.store(count, 0)  # for the next layer
-        of_head_sinks = sinks + kv_head * GROUP if SINKS else sinks
-        join(parts, peaks, target, base, splits, of_head_sinks, GROUP, DIM, SPLITS, SINKS)
+        join(parts, peaks, target, base, splits, sinks, kv_head * GROUP, GROUP, DIM, SPLITS, SINKS)
 
 
 @triton.jit
@@ -191,15 +185,6 @@ def tile_of(
 
 
 @triton.jit
-def seen_of(token, length, WINDOW: tl.constexpr):
-    """Which tokens a row of `length` tokens sees."""
-    is_seen = token < length
-    if WINDOW > 0:
-        is_seen &= token >= length - WINDOW
-    return is_seen
-
-
-@triton.jit
 def turned(low, high, cos, sin):
     """The halves of heads after rotary embedding."""
     return low * cos - high * sin, high * cos + low * sin
@@ -207,11 +192,11 @@ def turned(low, high, cos, sin):
 
 @triton.jit
 def join(
-    parts, peaks, target, base, splits, sinks, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
+    parts, peaks, target, base, splits, sinks, first_head, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join what the splits of a KV head's context have summed, for each of its query heads from `base` on.
-    `sinks` are those of these heads."""
+    """Join what the splits of a KV head's context have summed, for each of its query heads. The first one is
+    `first_head` of its row, and `base` of all rows."""
     of_dim = tl.arange(0, DIM)
     each = tl.arange(0, SPLITS)
     used = each < splits
@@ -221,21 +206,19 @@ def join(
         total_of = tl.load(peaks + places * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
         sums_at = parts + places[:, None] * DIM + of_dim[None, :]
         sums_of = tl.load(sums_at, mask=used[:, None], other=0.0, cache_modifier=".cg")
-        highest = tl.max(peak_of, 0)
-        if SINKS:
-            sink = tl.load(sinks + one) * LOG2_E
-            highest = tl.maximum(highest, sink)
-        share = tl.exp2(peak_of - highest)
+        peak = tl.max(peak_of, 0)
+        share = tl.exp2(peak_of - peak)
         total = tl.sum(total_of * share, 0)
         if SINKS:
-            total += tl.exp2(sink - highest)
+            total += tl.exp2(tl.load(sinks + first_head + one).to(tl.float32) * LOG2_E - peak)
         joined = tl.sum(sums_of * share[:, None], 0) / total
         tl.store(target + one * DIM + of_dim, joined.to(target.dtype.element_ty))
 
 
 @triton.jit
 def attended(
-    q_low, q_high, low, high, value, is_seen, scale, softcap, peak, total, sums, CAPPED: tl.constexpr
+    q_low, q_high, low, high, value, token, length, scale, softcap, peak, total, sums,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax with a tile of tokens more: peaks [heads], to base 2, totals, and sums [heads,
     DIM]."""
@@ -244,6 +227,9 @@ def attended(
         scores = softcap * (1 - 2 / (tl.exp2(scores * (scale / softcap * 2 * LOG2_E)) + 1)) * LOG2_E
     else:
         scores *= scale * LOG2_E
+    is_seen = token < length
+    if WINDOW > 0:
+        is_seen &= token >= length - WINDOW
     scores = tl.where(is_seen[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])

@@ -53,8 +53,8 @@ def decode_attention(
 
     `pages` int32 has the page ids of row i from starts[i] on, int32; `lengths` int32 [rows]: tokens on them,
     the new one included. Of these a row sees the last `window`, or all. A scaled score s becomes softcap
-    tanh(s / softcap), unless that is None. `sinks` float32 [query heads]: logits that join each softmax and
-    carry no value. `out` [rows, query heads, dim], contiguous. `parts` [rows, query heads, splits, dim] and
+    tanh(s / softcap), unless that is None. `sinks` [query heads]: logits that join each softmax and carry no
+    value. `out` [rows, query heads, dim], contiguous. `parts` [rows, query heads, splits, dim] and
     `peaks` [rows, query heads, splits, 2], float32, keep what the splits sum (splits_of). `counts` int32
     [rows, KV heads] are zeros before and after.
     """
@@ -118,5 +118,5 @@ def _reference(
                 scores = softcap * torch.tanh(scores / softcap)
             scores[: 0 if window is None else max(length - window, 0)] = -torch.inf
             if sinks is not None:
-                scores = torch.cat((scores, sinks[head, None]))
+                scores = torch.cat((scores, sinks[head, None].float()))
             out[row, head] = (scores.softmax(0)[:length] @ values[:, head // group]).to(out.dtype)

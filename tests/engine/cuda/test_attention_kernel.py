@@ -53,7 +53,7 @@ class AttentionCase:
         counted = torch.zeros(rows, self.kv_heads, dtype=torch.int32)
         out = torch.full((rows, heads, dim), torch.nan, dtype=dtype)
         lengths = torch.tensor(self.lengths).int()
-        sinks = torch.randn(heads) * 3 if self.has_sinks else None
+        sinks = (torch.randn(heads) * 3).to(dtype) if self.has_sinks else None
         return [
             q, k, v, *fused, pool, pages, starts, lengths, parts, peaks, counted, out, sinks, dim**-0.5, 1e-6,
             self.window, self.softcap,
@@ -104,8 +104,8 @@ def test_results_are_those_of_the_definition(shape: AttentionCase, is_fused: boo
 @pytest.mark.parametrize("variant", [PLAIN, WITH_ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_becomes_machine_code(capability: int, variant: dict[str, Any], dim: int, splits: int) -> None:
-    floats = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm", "pool", "out"), "*bf16")
-    sums = dict.fromkeys(("rotary", "parts", "peaks", "sinks"), "*fp32") | {"positions": "*i64"}
+    floats = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm", "pool", "out", "sinks"), "*bf16")
+    sums = dict.fromkeys(("rotary", "parts", "peaks"), "*fp32") | {"positions": "*i64"}
     counts = dict.fromkeys(("pages", "starts", "lengths", "counts"), "*i32")
     made = compiled(
         "attention_kernel",
