@@ -33,25 +33,28 @@ class State:
 
 
 def _queued(seen: Observed) -> bool:
-    # One of them may be in the forward that runs: it is stamped when the forward is over.
-    waiting = seen.rooms_in(Stage.PREFILL_WAITING, (Stage.PREFILL_CHUNKED_FORWARD, Stage.PREFILL_FORWARD))
-    return len(waiting) > 1
+    return bool(seen.rooms_in(Stage.PREFILL_WAITING, (Stage.PREFILL_CHUNKED_FORWARD, Stage.PREFILL_FORWARD)))
+
+
+# A forward's stage begins before the forward: the gates hold it with its stamp.
 
 
 def _first_chunk(seen: Observed) -> bool:
-    return FIRST in seen.held and bool(
-        seen.rooms_in(Stage.PREFILL_WAITING, (Stage.PREFILL_CHUNKED_FORWARD, Stage.PREFILL_FORWARD))
-    )
+    return FIRST in seen.held and _in_chunks(seen)
 
 
 def _between_chunks(seen: Observed) -> bool:
-    return MIDDLE in seen.held and bool(
-        seen.rooms_in(Stage.PREFILL_CHUNKED_FORWARD, (Stage.PREFILL_FORWARD,))
-    )
+    return MIDDLE in seen.held and _in_chunks(seen)
+
+
+def _in_chunks(seen: Observed) -> bool:
+    return bool(seen.rooms_in(Stage.PREFILL_CHUNKED_FORWARD, (Stage.PREFILL_FORWARD,)))
 
 
 def _last_chunk(seen: Observed) -> bool:
-    return LAST in seen.held and bool(seen.rooms_in(Stage.PREFILL_CHUNKED_FORWARD, (Stage.PREFILL_FORWARD,)))
+    return LAST in seen.held and bool(
+        seen.rooms_in(Stage.PREFILL_FORWARD, (Stage.PREFILL_TRANSFER_KV_CACHE,))
+    )
 
 
 def _transferring(seen: Observed) -> bool:
