@@ -22,7 +22,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import GenerateRequest, Grammar, OutputDelta, SamplingParams
 
 Prompt = npt.NDArray[np.int32]

@@ -33,7 +33,7 @@ from bench.timed_lock import own_locks_timed
 from common.garbage import freeze_gc
 from decode_node.role import DecodeRole
 from wire.mailbox import Mail
-from wire.messages import Ack
+from wire.messages.rooms import Ack
 from wire.request import SamplingParams
 from worker.build import build_engine
 from worker.loop import Worker

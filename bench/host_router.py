@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from wire.mailbox import Mailbox
-from wire.messages import Ack, Decode, Tokens
+from wire.messages.rooms import Ack, Decode, Tokens
 from wire.request import GenerateRequest, SamplingParams
 
 _ACK_S = 0.05  # between two acknowledgements of a worker's tokens, as the router does

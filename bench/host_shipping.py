@@ -19,7 +19,7 @@ from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 _SHAPE = Shape(256, SHAPE_M.page_bytes)
 

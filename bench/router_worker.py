@@ -20,7 +20,8 @@ from bench.compiled import compiled
 from common.host import host_identity
 from common.secrets import ClusterSecret
 from wire.codec import encode
-from wire.messages import Announce, GroupTarget, TransferEndpoint
+from wire.messages.directory import Announce
+from wire.messages.transfer import GroupTarget, TransferEndpoint
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
 from wire.security import Curve
 

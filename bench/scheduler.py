@@ -23,7 +23,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import GenerateRequest, OutputDelta, SamplingParams
 
 CONTEXT = 512

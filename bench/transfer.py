@@ -41,7 +41,7 @@ from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
 from wire.checksums import ChecksumMode
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

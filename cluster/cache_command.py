@@ -18,7 +18,7 @@ from cluster.local import find_admin_listener
 from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
 from kvcache.tenancy.report import SharingReport
-from wire.messages import CacheTier
+from wire.messages.caches import CacheTier
 from wire.records import WorkerRecord
 
 HELP = (

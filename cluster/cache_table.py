@@ -10,7 +10,7 @@ from rich.table import Table
 from kvcache.tenancy.report import SharingReport
 from kvcache.tenancy.usage import Usage
 from router.dashboard.figures import in_order
-from wire.messages import CacheSource
+from wire.messages.caches import CacheSource
 from wire.records import GroupPages, MovedPages, WorkerRecord
 
 _NONE = MovedPages()

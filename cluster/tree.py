@@ -17,7 +17,7 @@ from common.errors import ConfigError, WorkerLost
 from common.host import LOOPBACK
 from common.secrets import ClusterSecret
 from wire.mailbox import Mailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 from wire.security import curve_for
 
 ANSWER_S = 10.0

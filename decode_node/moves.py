@@ -22,7 +22,8 @@ from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.sender import KVSender, Sent
 from scheduler.hand_off import HandOff
 from scheduler.req import ReqState
-from wire.messages import KVDone, KVFailed, KVTarget, Receipt, kind_of
+from wire.messages.base import Receipt, kind_of
+from wire.messages.transfer import KVDone, KVFailed, KVTarget
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.outbox import OutputKey

@@ -24,22 +24,9 @@ from scheduler.node_policy import AfterPrefill
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req
 from wire.mailbox import Mail
-from wire.messages import (
-    Abort,
-    Decode,
-    GroupTarget,
-    KVDone,
-    KVFailed,
-    KVReady,
-    KVTarget,
-    Receipt,
-    RejectKind,
-    Release,
-    Reserved,
-    RoomStatus,
-    Timeline,
-    kind_of,
-)
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Abort, Decode, RejectKind, Reserved, RoomStatus, Timeline
+from wire.messages.transfer import GroupTarget, KVDone, KVFailed, KVReady, KVTarget, Release
 from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.stages import RequestStage

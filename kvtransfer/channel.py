@@ -26,7 +26,7 @@ from kvtransfer.greeting import introduce
 from kvtransfer.pages import PageWrite
 from kvtransfer.region import NO_REGIONS, GroupRegion, PoolRegion, check_pages
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 _MAX_GREETINGS = 4
 

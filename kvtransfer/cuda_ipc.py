@@ -20,7 +20,7 @@ from kvtransfer.local import LocalReceiver, LocalSender, Mapped, Unmappable
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 log = logging.getLogger(__name__)
 

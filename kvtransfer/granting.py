@@ -20,7 +20,7 @@ from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 log = logging.getLogger(__name__)
 

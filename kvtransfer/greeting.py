@@ -22,7 +22,7 @@ from kvtransfer.frames import (
     send_frame,
 )
 from kvtransfer.streams import EncryptedStream, Stream
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 _NONCE_BYTES = 16
 _MAX_HELLO = 256

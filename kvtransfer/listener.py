@@ -23,7 +23,7 @@ from kvtransfer.frames import Gone, bound
 from kvtransfer.greeting import Greeting
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 log = logging.getLogger(__name__)
 

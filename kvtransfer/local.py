@@ -32,7 +32,7 @@ from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 _CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
 

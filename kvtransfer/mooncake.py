@@ -36,7 +36,7 @@ from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.tcp import connected_socket, listening_endpoint, listening_socket
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 __all__ = ["BACKEND", "MooncakeReceiver", "MooncakeSender", "has_rdma"]
 

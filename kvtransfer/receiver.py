@@ -14,7 +14,7 @@ from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Fence, Landed, ReceiverTransport
 from wire.checksums import ChecksumMode
-from wire.messages import GroupTarget, KVDone, TransferEndpoint
+from wire.messages.transfer import GroupTarget, KVDone, TransferEndpoint
 
 
 class PoolReceiver:

@@ -20,7 +20,7 @@ from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds, ReceiverTransport
-from wire.messages import Fetch, KVTarget, TransferEndpoint
+from wire.messages.transfer import Fetch, KVTarget, TransferEndpoint
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from kvtransfer.pages import PageWrite
 from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.transport import SenderTransport
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
-from wire.messages import GroupTarget, TransferEndpoint
+from wire.messages.transfer import GroupTarget, TransferEndpoint
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 BACKEND = "tcp"
 

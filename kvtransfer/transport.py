@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.pages import PageWrite
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 
 @dataclass(frozen=True)

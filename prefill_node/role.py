@@ -25,17 +25,9 @@ from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from wire.mailbox import Mail
-from wire.messages import (
-    KVDone,
-    KVFailed,
-    KVReady,
-    KVTarget,
-    Prefill,
-    Receipt,
-    RejectKind,
-    Release,
-    kind_of,
-)
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Prefill, RejectKind
+from wire.messages.transfer import KVDone, KVFailed, KVReady, KVTarget, Release
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey

@@ -27,7 +27,7 @@ from router.streams.assignments import version_key
 from router.streams.generation import Submission
 from router.streams.inspections import Inspections
 from wire.holds import HoldReport
-from wire.messages import CacheTier, TenantForgotten
+from wire.messages.caches import CacheTier, TenantForgotten
 from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0

@@ -19,7 +19,8 @@ from zlib import crc32
 
 from common.errors import Unavailable
 from router.options import ResponseOptions
-from wire.messages import AnyMessage, DropResponse, FindResponse, FoundResponse, KeepResponse
+from wire.messages.any_message import AnyMessage
+from wire.messages.routers import DropResponse, FindResponse, FoundResponse, KeepResponse
 from wire.sockets import Mail
 
 _ANSWER_S = 1.0

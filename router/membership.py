@@ -19,7 +19,8 @@ from router.streams.dispatcher import Dispatcher
 from router.suspicions import Suspicions
 from router.unanswered import Unanswered
 from wire.loop_mailbox import LoopMailbox
-from wire.messages import AssignedLoads, View
+from wire.messages.directory import View
+from wire.messages.routers import AssignedLoads
 from wire.peer_monitors import PeerState
 from wire.records import Role, WorkerRecord
 from wire.settings import NO_SETTINGS, Settings

@@ -18,7 +18,7 @@ from router.placement.transfer_rates import TransferPair
 from router.request_metrics import SECONDS
 from router.suspicions import Suspicions
 from wire.loop_mailbox import LoopMailbox
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.records import Role, WorkerRecord
 from wire.stages import RequestStage
 

@@ -27,7 +27,8 @@ from router.suspicions import SuspicionReport
 from router.trace import RequestSummary, TraceStore
 from router.vllm_metrics import vllm_aliases
 from wire.holds import Hold
-from wire.messages import AnyMessage, Inspect, Inspected
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import Inspect, Inspected
 
 log = logging.getLogger(__name__)
 

@@ -61,7 +61,8 @@ from router.worker_metrics import WorkerMetrics
 from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
-from wire.messages import CacheCleared, Claimed, Inspect, Inspected, TenantForgotten
+from wire.messages.caches import CacheCleared, Inspect, Inspected, TenantForgotten
+from wire.messages.rooms import Claimed
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 

@@ -22,7 +22,7 @@ from router.streams.inspections import Inspections
 from router.trace import TraceStore
 from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 from wire.sockets import Mail

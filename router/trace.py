@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from router.tracing import Attributes, Tracing, worker_attributes
-from wire.messages import RoomStatus, Timeline
+from wire.messages.rooms import RoomStatus, Timeline
 from wire.records import Role
 from wire.stages import Stamp
 

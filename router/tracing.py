@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Protocol
 
 from common.errors import ConfigError
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.stages import Stamp
 
 _SWITCHES = (

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from wire.messages import Abort, AnyMessage, Decode, Inspect, Prefill, Resend
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import Inspect
+from wire.messages.rooms import Abort, Decode, Prefill, Resend
 
 _QUESTIONS = (Prefill, Decode, Abort, Resend, Inspect)
 _SILENT_S = 5.0

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from common.tenant_labels import OTHER, TenantLabels
-from wire.messages import CacheSource
+from wire.messages.caches import CacheSource
 from wire.records import WorkerRecord
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

@@ -18,7 +18,7 @@ from scheduler.budget import BatchAdmission
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
 from scheduler.results import Results
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import TokenLogprobs
 
 

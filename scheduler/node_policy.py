@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from scheduler.req import Req
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import OutputDelta
 
 

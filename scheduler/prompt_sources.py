@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.messages import CacheSource
+from wire.messages.caches import CacheSource
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from scheduler.deferred import PageReader
 from scheduler.prompt_sources import PromptSources
 from wire.codec import unpack_tokens
 from wire.grammars import LONGEST_GRAMMAR
-from wire.messages import CacheSource
+from wire.messages.caches import CacheSource
 from wire.request import GenerateRequest, Pooling, TokenLogprobs
 from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp

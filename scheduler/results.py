@@ -12,7 +12,7 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import FinishReason, OutputDelta, TokenLogprobs
 from wire.stages import RequestStage
 

@@ -31,7 +31,7 @@ from scheduler.request_table import RequestTable
 from scheduler.results import Results
 from scheduler.retraction import pick_victim
 from scheduler.running import RunningBatch
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.records import WorkerLoad
 from wire.stages import RequestStage
 

@@ -25,7 +25,8 @@ from simulator.moves import ModelledMoves
 from simulator.options import SimulationOptions
 from simulator.request import Request
 from simulator.worker import ModelledWorker
-from wire.messages import AssignedLoads, View
+from wire.messages.directory import View
+from wire.messages.routers import AssignedLoads
 from wire.records import WorkerRecord
 
 _BACKEND = ""  # modelled workers offer none by name

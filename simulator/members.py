@@ -11,7 +11,7 @@ from simulator.batch import ItlHistogram
 from simulator.clock import Clock
 from simulator.options import SimulationOptions
 from simulator.worker import ModelledWorker, WorkerListener
-from wire.messages import Announce, View, Withdraw
+from wire.messages.directory import Announce, View, Withdraw
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord
 
 

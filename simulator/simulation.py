@@ -16,7 +16,7 @@ from simulator.options import SimulationOptions
 from simulator.request import Request, TraceRequest
 from simulator.tenants import PageNames
 from simulator.worker import ModelledWorker
-from wire.messages import AssignedLoads
+from wire.messages.routers import AssignedLoads
 from wire.records import WorkerRecord
 
 _PROGRESS_EVERY = 0.05

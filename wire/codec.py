@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import WireError
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -26,7 +26,7 @@ from common.host import LOOPBACK
 from common.ports import ANY_PORT, Ports
 from wire.addresses import draw_key
 from wire.holds import Hold
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets, open_context

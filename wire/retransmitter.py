@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from wire.holds import Hold
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 
 
 class RetransmitKey(NamedTuple):

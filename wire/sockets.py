@@ -26,7 +26,7 @@ from wire.addresses import Address, keyed, parse_address
 from wire.binding import bind_socket
 from wire.codec import decode, encode
 from wire.holds import Hold
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
 from wire.security import Curve
 from wire.senders import Senders, mark_of

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from kvcache.memory import Memory
 from kvcache.radix_tree import evict_all
 from kvcache.tiers.mover import Failed
-from wire.messages import AnyMessage, CacheCleared, CacheTier, ClearCache
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheCleared, CacheTier, ClearCache
 from worker.command_answers import CommandAnswers
 
 

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from wire.messages import AnyMessage, CacheCleared, TenantForgotten
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheCleared, TenantForgotten
 
 _KEPT = 64
 

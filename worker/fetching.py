@@ -21,15 +21,8 @@ from scheduler.req import Req, ReqState
 from scheduler.scheduler import Scheduler
 from wire.codec import pack_tokens
 from wire.holds import Hold
-from wire.messages import (
-    FETCH_EPOCH,
-    Fetch,
-    Fetched,
-    FetchRefused,
-    FetchSource,
-    GroupTarget,
-    KVDone,
-)
+from wire.messages.rooms import FetchSource
+from wire.messages.transfer import FETCH_EPOCH, Fetch, Fetched, FetchRefused, GroupTarget, KVDone
 from wire.page_hash import page_digests
 from wire.peer_monitors import PeerState
 from wire.retransmitter import RetransmitKey

@@ -24,7 +24,9 @@ from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import visibility
 from kvcache.tenancy.removal import DEVICE, HOST, Removed, TenantRemoval
 from kvcache.tiers.mover import Failed
-from wire.messages import AnyMessage, CacheTier, Fetch, ForgetTenant, TenantForgotten, TierRemoval
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheTier, ForgetTenant, TenantForgotten, TierRemoval
+from wire.messages.transfer import Fetch
 from wire.page_hash import tenant_key, tenant_of_key
 from wire.request import GenerateRequest
 from wire.settings import TenantGeneration

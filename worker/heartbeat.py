@@ -19,7 +19,7 @@ from collections.abc import Callable
 from common.errors import ConfigError, WorkerLost
 from wire.addresses import is_directory
 from wire.mailbox import Mailbox
-from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
+from wire.messages.directory import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
 from wire.settings import NO_SETTINGS
 

@@ -20,7 +20,7 @@ from kvtransfer.sender import KVSender, SenderThreads, Sent
 from scheduler.scheduler import Scheduler
 from wire.codec import unpack_tokens
 from wire.holds import Hold
-from wire.messages import FETCH_EPOCH, Fetch, Fetched, FetchRefused, RefusalCause
+from wire.messages.transfer import FETCH_EPOCH, Fetch, Fetched, FetchRefused, RefusalCause
 from worker.lent_prefixes import LentPrefix, LentPrefixes, NotLent, placed
 from worker.services import Services
 

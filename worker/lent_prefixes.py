@@ -18,7 +18,7 @@ from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import resident_part
 from kvcache.tiers.reads import TierRead
 from kvcache.tree_node import TreeNode
-from wire.messages import GroupTarget, RefusalCause
+from wire.messages.transfer import GroupTarget, RefusalCause
 
 
 class NotLent(Exception):

@@ -23,7 +23,7 @@ from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Rejected, RejectKind
+from wire.messages.rooms import Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
 from worker.figures import LoadLook, worker_figures

@@ -11,33 +11,11 @@ import msgspec
 from common.errors import UserError, WireError
 from scheduler.req import Req, RequestLimits
 from wire.mailbox import Mail
-from wire.messages import (
-    Abort,
-    Ack,
-    Announced,
-    AnnounceRefused,
-    Claim,
-    Claimed,
-    ClearCache,
-    Decode,
-    Fetch,
-    Fetched,
-    FetchRefused,
-    ForgetTenant,
-    Inspect,
-    Inspected,
-    Joined,
-    KVTarget,
-    Prefill,
-    Receipt,
-    Rejected,
-    RejectKind,
-    Replaced,
-    Resend,
-    RoleSet,
-    SetRole,
-    kind_of,
-)
+from wire.messages.base import Receipt, kind_of
+from wire.messages.caches import ClearCache, ForgetTenant, Inspect, Inspected
+from wire.messages.directory import Announced, AnnounceRefused, Joined, Replaced, RoleSet, SetRole
+from wire.messages.rooms import Abort, Ack, Claim, Claimed, Decode, Prefill, Rejected, RejectKind, Resend
+from wire.messages.transfer import Fetch, Fetched, FetchRefused, KVTarget
 from wire.records import Role
 from wire.retransmitter import RetransmitKey
 from worker.clearing import CacheClearing

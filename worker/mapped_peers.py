@@ -6,7 +6,7 @@ or not. One that lives only costs a new connection and a new mapping at its next
 
 from __future__ import annotations
 
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 IDLE_S = 60.0
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import Any, Generic, Protocol, TypeVar
 
 from scheduler.scheduler import Scheduler
-from wire.messages import ClaimedRoom, Rejected, RejectKind
+from wire.messages.rooms import ClaimedRoom, Rejected, RejectKind
 from wire.peer_monitors import PeerState
 from worker.outbox import Outbox, OutputKey
 from worker.rooms import HasEpoch, Rooms

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from wire.holds import Hold
-from wire.messages import AnyMessage, ClaimedRoom, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import ClaimedRoom, Tokens
 from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 
 _UNKNOWN = TokenLogprobs(0.0)  # of forced tokens: see ClaimedRoom

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wire.messages import AnyMessage, KVReady, KVTarget
+from wire.messages.any_message import AnyMessage
+from wire.messages.transfer import KVReady, KVTarget
 from wire.peer_monitors import PeerState
 from worker.outbox import OutputKey
 

@@ -17,7 +17,8 @@ from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
 from wire.holds import Hold
 from wire.mailbox import Mail
-from wire.messages import (
+from wire.messages.base import kind_of
+from wire.messages.rooms import (
     Decode,
     FetchSource,
     Prefill,
@@ -26,7 +27,6 @@ from wire.messages import (
     Reserved,
     RoomStatus,
     Timeline,
-    kind_of,
 )
 from wire.peer_monitors import PeerState
 from wire.records import Role

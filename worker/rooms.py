@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from wire.holds import Hold
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 
 
 class StartVerdict(Enum):

@@ -13,7 +13,7 @@ from kvcache.tiers.reads import TierRead
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from scheduler.pages import Pages
 from scheduler.req import Req
-from wire.messages import KVTarget
+from wire.messages.transfer import KVTarget
 from wire.stages import RequestStage
 from worker.services import Services
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from common.quiet_log import QuietLog
-from wire.messages import RoomMessage, kind_of
+from wire.messages.base import RoomMessage, kind_of
 
 log = logging.getLogger(__name__)
 

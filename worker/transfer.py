@@ -11,7 +11,7 @@ from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import arena_regions, pool_regions
 from kvtransfer.select import PoolSender, open_receiver, open_sender
 from kvtransfer.transport import Bounds
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 from wire.records import layout_digest
 from worker.mapped_peers import MappedPeers
 from worker.options import WorkerOptions

@@ -4,7 +4,7 @@
 //   fake_worker --role decode --directory tcp://127.0.0.1:40001 --prefill-ms 0 --step-ms 0
 //
 // It prints its mailbox address, then reads a MessagePack array from stdin: its id, an Announce for the directory, and
-// what follows room and epoch in its KVTarget, each encoded. It ends by a signal. Messages: wire/messages.py.
+// what follows room and epoch in its KVTarget, each encoded. It ends by a signal. Messages: wire/messages/transfer.py.
 //
 // It sends one `Tokens` message per token, whatever else is due, so that the router takes each token by itself.
 // `Inspect` is answered with how long prefill took since the last time: the median, in milliseconds, from a Prefill

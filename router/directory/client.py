@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wire.addresses import is_directory
-from wire.messages import AnyMessage, View, Watch
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import View, Watch
 from wire.records import WorkerRecord
 from wire.settings import NO_SETTINGS, Settings
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.directory.incarnations import Incarnations
-from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
+from wire.messages.directory import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import GroupLayout, WorkerRecord
 
 _WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # any other is set by kv_cache_dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from wire.messages import Announce, Join, Joined, Replaced, Withdraw
+from wire.messages.directory import Announce, Join, Joined, Replaced, Withdraw
 
 _REMEMBERED = 100_000  # ids, and joins
 

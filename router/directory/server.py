@@ -23,11 +23,11 @@ from common.secrets import ClusterSecret
 from router.directory.directory import Directory
 from wire.addresses import same_process
 from wire.mailbox import Mail, Mailbox
-from wire.messages import (
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import (
     Announce,
     Announced,
     AnnounceRefused,
-    AnyMessage,
     Join,
     RoleSet,
     SetRole,

@@ -15,7 +15,7 @@ from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
 from router.placement.placer import Placer
 from router.placement.transfer_rates import TransferPair
 from router.placement.version import ModelVersion, VersionHealth, chosen, shares
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.records import Role, WorkerRecord
 
 log = logging.getLogger(__name__)

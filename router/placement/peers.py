@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
-from wire.messages import AssignedLoadRow, AssignedLoads
+from wire.messages.routers import AssignedLoadRow, AssignedLoads
 
 TELL_AFTER_S = 0.002  # a burst becomes a few messages, and peers know of it before their next choices
 WHOLE_EVERY_S = 1.0

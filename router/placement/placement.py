@@ -6,7 +6,7 @@ import msgspec
 
 from router.placement.expected_pages import Expectation
 from router.placement.load_estimate import WorkerLoadEstimate
-from wire.messages import FetchSource
+from wire.messages.rooms import FetchSource
 from wire.records import WorkerRecord
 
 

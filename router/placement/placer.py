@@ -22,7 +22,7 @@ from router.placement.peer_fetch import FetchPlan
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from router.placement.transfer_rates import TransferPair, locality
-from wire.messages import FetchSource, Timeline
+from wire.messages.rooms import FetchSource, Timeline
 from wire.records import WorkerRecord
 
 _MEAN_OVER = 64  # requests over which the mean output is taken

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from common.errors import Interrupted
 from router.streams.dispatcher import Dispatcher
 from router.streams.stream import RoomStream
-from wire.messages import Abort, AnyMessage, Claim, Claimed
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort, Claim, Claimed
 from wire.records import WorkerRecord
 from wire.retransmitter import RetransmitKey
 

@@ -20,7 +20,9 @@ from router.streams.room_report import RoomReport
 from router.streams.stream import RoomStream
 from router.streams.worker_mail import WorkerMail
 from router.trace import TraceStore
-from wire.messages import AnyMessage, Receipt, Rejected, Reserved, RoomStatus, Timeline, Tokens, kind_of
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Rejected, Reserved, RoomStatus, Timeline, Tokens
 from wire.records import WorkerRecord
 from wire.request import TokenRun
 from wire.retransmitter import RetransmitKey

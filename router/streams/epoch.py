@@ -11,7 +11,9 @@ from typing import Protocol
 from router.options import RoomOptions
 from router.placement.placement import Placement
 from router.streams.room_report import WorkerReport
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Resend, RoomStatus, kind_of
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import kind_of
+from wire.messages.rooms import Abort, Decode, Prefill, Resend, RoomStatus
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest
 from wire.retransmitter import RetransmitKey

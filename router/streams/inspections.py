@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from wire.messages import (
-    AnyMessage,
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import (
     CacheCleared,
     CacheTier,
     ClearCache,

@@ -23,7 +23,9 @@ from router.placement.policy import PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
-from wire.messages import KVFailed, Rejected, RejectKind, kind_of
+from wire.messages.base import kind_of
+from wire.messages.rooms import Rejected, RejectKind
+from wire.messages.transfer import KVFailed
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, TokenRun
 from wire.retransmitter import RetransmitKey

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
-from wire.messages import Rejected, RejectKind
+from wire.messages.rooms import Rejected, RejectKind
 
 _AVOID_S = 60.0
 _FIRST_PAUSE_S = 0.1
@@ -14,7 +14,7 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class RestartCause(StrEnum):
-    """Why an epoch ended before its room. The kinds of rejections (wire/messages.py) have their own names."""
+    """Why an epoch ended before its room. Rejections have their own names (wire/messages/rooms.py)."""
 
     GONE = "gone"  # a worker was lost, or is suspected of it
     SILENT = "silent"  # a worker acknowledged none of the repeats of a message

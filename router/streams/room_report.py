@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.messages import RoomStatus
+from wire.messages.rooms import RoomStatus
 from wire.records import WorkerRecord
 
 

@@ -30,7 +30,7 @@ from router.placement.policy import Choice, PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
 from router.streams.restarts import AvoidedWorkers, RestartBudget, RestartCause, rejection_error
 from router.streams.room_report import RoomReport
-from wire.messages import Rejected, RejectKind, RoomStatus
+from wire.messages.rooms import Rejected, RejectKind, RoomStatus
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, TokenRun
 from wire.retransmitter import RetransmitKey

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from wire.holds import Hold
-from wire.messages import Abort, Ack, AnyMessage
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort, Ack
 from wire.retransmitter import RetransmitKey, Retransmitter
 
 _ACK_EVERY_S = 0.25

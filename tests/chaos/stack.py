@@ -19,7 +19,7 @@ from tests.chaos.observed import wait_until
 from tests.chaos.processes import Forked, Launch
 from tests.harness.local_stack import in_use
 from wire.mailbox import Mailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 
 MODULES = {"P": "prefill_node", "D": "decode_node", "router": "router", "directory": "router.directory"}
 SLOTS = ("directory/0", "router/0", "router/1", "P/0", "P/1", "D/0", "D/1")

@@ -13,7 +13,7 @@ from tests.chaos.faults import Faults
 from tests.chaos.launcher import NetworkClient
 from tests.chaos.network import Network
 from tests.chaos.zmtp import messages_in, read_unit
-from wire.messages import Watch
+from wire.messages.directory import Watch
 from wire.sockets import PeerSockets
 
 _BOUND_S = 10.0

@@ -68,7 +68,7 @@ def test_another_ray_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "start Ray there again" in fault.remedy
 
 
-@pytest.mark.parametrize("name", ["wire/messages.py", "engine/cpu/linear.cpp", "engine/cpu/linear.h"])
+@pytest.mark.parametrize("name", ["wire/messages/rooms.py", "engine/cpu/linear.cpp", "engine/cpu/linear.h"])
 def test_one_changed_line_is_another_baton(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

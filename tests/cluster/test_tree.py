@@ -15,7 +15,7 @@ from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
 from tests.support.members import curve_of, secret_of
 from wire.mailbox import Mailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -16,7 +16,8 @@ from tests.kvtransfer.stand_in_copies import StandInCopies
 from tests.support.cuda_stand_in import FAR, HERE, StandInDriver, stand_in_memory
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
-from wire.messages import KVTarget, Timeline
+from wire.messages.rooms import Timeline
+from wire.messages.transfer import KVTarget
 from worker.loop import Worker
 from worker.options import WorkerOptions
 

@@ -13,16 +13,9 @@ from kvtransfer.pages import PageWrite
 from kvtransfer.select import PoolSender
 from tests.support.hand_off import GROUPS, TRANSFER_S, Letter, held, prompt_of
 from tests.support.two_decoders import TwoDecoders, two_decoders
-from wire.messages import (
-    Abort,
-    KVDone,
-    KVFailed,
-    KVTarget,
-    Receipt,
-    RejectKind,
-    Timeline,
-    TransferEndpoint,
-)
+from wire.messages.base import Receipt
+from wire.messages.rooms import Abort, RejectKind, Timeline
+from wire.messages.transfer import KVDone, KVFailed, KVTarget, TransferEndpoint
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 

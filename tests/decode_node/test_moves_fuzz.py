@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.support.hand_off import GROUPS, TRANSFER_S, prompt_of
 from tests.support.two_decoders import Stream, TwoDecoders, two_decoders
-from wire.messages import Abort, Decode, Resend
+from wire.messages.rooms import Abort, Decode, Resend
 
 
 class Fuzz:

@@ -15,7 +15,9 @@ from scheduler.req import ReqState
 from tests.decode_node.test_moves import every_model
 from tests.support.hand_off import Letter, prompt_of
 from tests.support.two_decoders import Stream, TwoDecoders, two_decoders
-from wire.messages import Decode, KVDone, KVTarget, Receipt, Rejected, RejectKind
+from wire.messages.base import Receipt
+from wire.messages.rooms import Decode, Rejected, RejectKind
+from wire.messages.transfer import KVDone, KVTarget
 
 GRACE_S = 30.0
 TOKENS = 200

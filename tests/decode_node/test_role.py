@@ -19,22 +19,10 @@ from decode_node.room import DecodeHold, DecodeRoom
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, ROUTER, TRANSFER_S, Letter, Pair, held, pair, prompt_of, right
 from tests.support.members import write_secret
-from wire.messages import (
-    Abort,
-    ChecksumMode,
-    KVDone,
-    KVFailed,
-    KVTarget,
-    PageChecksums,
-    Receipt,
-    RejectKind,
-    Release,
-    Reserved,
-    RoomMessage,
-    Timeline,
-    Tokens,
-    kind_of,
-)
+from wire.checksums import ChecksumMode, PageChecksums
+from wire.messages.base import Receipt, RoomMessage, kind_of
+from wire.messages.rooms import Abort, RejectKind, Reserved, Timeline, Tokens
+from wire.messages.transfer import KVDone, KVFailed, KVTarget, Release
 from wire.stages import RequestStage
 from worker.holds import hold_report
 

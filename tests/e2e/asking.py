@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.harness.local_stack import Stack
 from wire.codec import pack_tokens
-from wire.messages import Ack, Decode, Tokens
+from wire.messages.rooms import Ack, Decode, Tokens
 from wire.request import GenerateRequest, SamplingParams, TokenLogprobs
 
 _ANSWER_S = 60.0

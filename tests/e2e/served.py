@@ -13,7 +13,7 @@ import httpx
 from openai import OpenAI
 
 from wire.mailbox import Mailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 
 _ANSWER_S = 10.0
 _SETTLE_S = 30.0

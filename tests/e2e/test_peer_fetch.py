@@ -23,18 +23,8 @@ from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 from tests.support.reference import draw_model
 from wire.codec import pack_tokens
-from wire.messages import (
-    Ack,
-    Decode,
-    FetchSource,
-    Prefill,
-    Receipt,
-    Rejected,
-    Reserved,
-    Timeline,
-    Tokens,
-    kind_of,
-)
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Ack, Decode, FetchSource, Prefill, Rejected, Reserved, Timeline, Tokens
 from wire.request import GenerateRequest, SamplingParams
 
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "deepseek_v3")

@@ -19,7 +19,7 @@ from tests.harness.processes import Child
 from tests.router.conftest import wait_until
 from tests.support.reference import draw_model
 from wire.mailbox import Mailbox
-from wire.messages import RoleSet, SetRole
+from wire.messages.directory import RoleSet, SetRole
 from wire.records import Role
 
 TOKENS = 120

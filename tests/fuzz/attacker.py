@@ -13,7 +13,7 @@ from tests.fuzz.lies import Liar
 from wire.addresses import parse_address
 from wire.codec import encode
 from wire.mailbox import Mailbox
-from wire.messages import AnyMessage
+from wire.messages.any_message import AnyMessage
 from wire.records import WorkerRecord
 from wire.security import Curve
 from wire.senders import NO_MARK

@@ -13,7 +13,7 @@ from tests.fuzz.attacker import Attacker
 from tests.fuzz.findings import Findings
 from tests.harness.local_stack import Stack
 from wire.addresses import parse_address
-from wire.messages import Announce, Withdraw
+from wire.messages.directory import Announce, Withdraw
 from wire.records import WorkerRecord
 
 _AT_ONCE = 500

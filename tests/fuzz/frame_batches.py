@@ -14,7 +14,7 @@ from tests.fuzz.kv_peers import send_peers
 from tests.fuzz.mailbox_frames import send_directory_frames, send_frames
 from tests.fuzz.raw_zmtp import knock_with_garbage
 from tests.fuzz.target import Target
-from wire.messages import View, Watch
+from wire.messages.directory import View, Watch
 from wire.records import Role, WorkerRecord
 from wire.security import curve_for
 

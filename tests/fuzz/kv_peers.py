@@ -17,7 +17,8 @@ from kvtransfer.frames import LENGTH, Begin, End, Frame, Granted, Hello, Pools, 
 from kvtransfer.greeting import introduce
 from tests.fuzz.attacker import Attacker
 from wire.codec import pack_tokens
-from wire.messages import Decode, KVTarget, TransferEndpoint
+from wire.messages.rooms import Decode
+from wire.messages.transfer import KVTarget, TransferEndpoint
 from wire.request import GenerateRequest, SamplingParams
 from wire.security import curve_for
 

@@ -1,4 +1,4 @@
-"""Messages that no honest process would send, drawn from the types of wire/messages.py.
+"""Messages that no honest process would send, drawn from the types of wire/messages/.
 
 Half of them have the right types and wrong values: bad addresses, negative pages, old epochs, rooms of
 others. The others have a field that is missing, unknown, nested deep or of another type. A liar is a member,
@@ -14,7 +14,8 @@ import msgspec
 from msgspec import inspect as types
 
 from wire.events import EventBatch
-from wire.messages import Announced, AnnounceRefused, AnyMessage, Joined, Replaced, View
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import Announced, AnnounceRefused, Joined, Replaced, View
 from wire.senders import NO_MARK
 
 _NUMBERS = (

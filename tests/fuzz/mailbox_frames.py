@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from tests.fuzz.attacker import Attacker
 from tests.fuzz.findings import Findings
-from wire.messages import Announce, Announced, Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
+from wire.messages.directory import Announce, Announced
 from wire.records import WorkerRecord
 
 _AT_ONCE = 500  # frames between two questions

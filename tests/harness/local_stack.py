@@ -20,7 +20,7 @@ from common.secrets import open_secret
 from router.directory.options import DirectoryOptions
 from tests.harness.processes import Child, ChildFailed
 from wire.mailbox import Mailbox
-from wire.messages import Inspect, Inspected
+from wire.messages.caches import Inspect, Inspected
 from wire.security import curve_for
 
 SETTLE_S = 20.0

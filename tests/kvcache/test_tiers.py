@@ -18,7 +18,8 @@ from kvcache.tiers.tiers import Tiers
 from scheduler.metrics import SchedulerMetrics
 from tests.kvcache.storage.support import MemoryStore
 from tests.kvcache.support import HandMover, key, matched, memory, put, set_clock
-from wire.messages import AnyMessage, CacheCleared, ClearCache
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheCleared, ClearCache
 from worker.clearing import CacheClearing
 from worker.figures import worker_figures
 

@@ -26,7 +26,7 @@ from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
 from tests.kvtransfer.stand_in_copies import StandInCopies
 from tests.support.cuda_stand_in import stand_in_memory
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
 

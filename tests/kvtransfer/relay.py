@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 Change = Callable[[bytes, int], bytes]
 """From bytes of the sender, and the number that it has sent before, to what is passed on."""

@@ -28,7 +28,7 @@ from kvtransfer.select import open_receiver, open_sender
 from tests.kvtransfer.peers import SHORT, pool
 from tests.kvtransfer.stand_in_copies import StandInCopies
 from tests.support.cuda_stand_in import FAR, HERE, NEAR, StandInDriver, stand_in_memory
-from wire.messages import KVTarget
+from wire.messages.transfer import KVTarget
 
 PAGES, SIZE = 16, 4096
 SRC, DST = as_pages([3, 4, 5, 9, 1]), as_pages([7, 8, 2, 11, 12])

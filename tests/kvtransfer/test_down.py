@@ -23,7 +23,7 @@ from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
 from tests.kvtransfer.peers import gpu_for, pool, receiving
-from wire.messages import GroupTarget, TransferEndpoint
+from wire.messages.transfer import GroupTarget, TransferEndpoint
 
 PAGES, SIZE = 64, 1 << 20  # more than the kernel's buffers take
 ALL = np.arange(1, PAGES)

@@ -18,7 +18,7 @@ from kvtransfer.select import open_sender
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
 from tests.kvtransfer.relay import Relay
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 QUICK = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
 WRITE = PageWrite(1, 0, "full", np.array([3, 1, 2]), np.array([1, 2, 5]))

@@ -20,7 +20,7 @@ from kvtransfer.tcp import connected_socket
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import receiving
 from tests.kvtransfer.stand_in_copies import StandInCopies
-from wire.messages import GroupTarget, KVDone
+from wire.messages.transfer import GroupTarget, KVDone
 
 PAGES = as_pages([1, 2])
 WRITE = PageWrite(1, 0, "full", PAGES, PAGES)

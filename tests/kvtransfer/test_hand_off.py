@@ -22,7 +22,7 @@ from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from tests.kvtransfer.peers import SHORT, gpu_for, permuted, pool, pools, receiving, receiving_groups
 from wire.checksums import ChecksumMode, PageChecksums
-from wire.messages import GroupTarget, KVDone, TransferEndpoint
+from wire.messages.transfer import GroupTarget, KVDone, TransferEndpoint
 
 SIZE = 4  # tokens a page
 NOWHERE = TransferEndpoint("recorder", "")

@@ -22,7 +22,7 @@ from kvtransfer.receiver import PoolReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 QUICK = Bounds(connect_s=5.0, greeting_s=1.0, silence_s=10.0, write_s=20.0)
 LONG = Bounds(connect_s=5.0, greeting_s=600.0, silence_s=10.0, write_s=20.0)

@@ -16,7 +16,7 @@ from kvtransfer import mooncake_engine
 from kvtransfer.mooncake_engine import _devices
 from kvtransfer.select import open_receiver, open_sender
 from tests.kvtransfer.peers import SHORT, pool, receiving
-from wire.messages import KVTarget, TransferEndpoint
+from wire.messages.transfer import KVTarget, TransferEndpoint
 from wire.records import layout_digest
 
 SPEC = KVGroupSpec(layer_ids=(0, 1), kv_heads=2, head_dim=8, dtype=torch.bfloat16)

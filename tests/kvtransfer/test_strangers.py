@@ -20,7 +20,7 @@ from kvtransfer.select import open_sender
 from kvtransfer.tcp import TcpSender
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
-from wire.messages import TransferEndpoint
+from wire.messages.transfer import TransferEndpoint
 
 QUICK = Bounds(connect_s=1.0, greeting_s=0.5, silence_s=0.5, write_s=5.0)
 BACKENDS = ["shm", "tcp", "mooncake"]

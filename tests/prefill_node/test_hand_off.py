@@ -20,7 +20,8 @@ from prefill_node.room import PrefillHold, PrefillRoom
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from tests.support.left_over import left_over
-from wire.messages import Decode, KVTarget, TransferEndpoint
+from wire.messages.rooms import Decode
+from wire.messages.transfer import KVTarget, TransferEndpoint
 from wire.peer_monitors import PeerState
 from worker.lent_prefixes import NotLent
 

@@ -14,7 +14,8 @@ import pytest
 from engine.fake import fake_generate
 from kvcache.eviction import POLICIES
 from tests.support.hand_off import GROUPS, Pair, pair
-from wire.messages import KVDone, KVFailed, KVTarget, RejectKind, Release
+from wire.messages.rooms import RejectKind
+from wire.messages.transfer import KVDone, KVFailed, KVTarget, Release
 
 CONTROL = (KVTarget, KVDone, KVFailed, Release)
 LONGEST = 90

@@ -18,7 +18,7 @@ from router.directory.directory import Directory
 from tests.support.hand_off import Pair, held, pair
 from tests.support.reference import MIN_MARGIN, draw_model, reference_generate
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
-from wire.messages import Announce, Announced, AnnounceRefused
+from wire.messages.directory import Announce, Announced, AnnounceRefused
 
 pytestmark = pytest.mark.slow
 FORMATS = [form.value for form in KVFormat if form is not KVFormat.AUTO]

@@ -21,7 +21,8 @@ from prefill_node.room import PrefillHold, PrefillRoom
 from scheduler.pages import Pages
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from wire.checksums import ChecksumMode
-from wire.messages import KVDone, KVReady, KVTarget, Prefill
+from wire.messages.rooms import Prefill
+from wire.messages.transfer import KVDone, KVReady, KVTarget
 from wire.peer_monitors import PeerState
 from wire.records import MovedPages
 from worker.figures import worker_figures

@@ -15,7 +15,7 @@ from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.oracle import EVERY, covering
 from tests.support.reference import reference_generate
 from tests.support.tiny_models import make_tiny
-from wire.messages import KVTarget
+from wire.messages.transfer import KVTarget
 from worker.loop import Worker
 
 CONVERSATIONS = 4

@@ -7,21 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.hand_off import FakeMailbox, Pair, held, pair, prompt_of, right
-from wire.messages import (
-    Abort,
-    Decode,
-    KVDone,
-    KVFailed,
-    KVReady,
-    KVTarget,
-    Prefill,
-    Receipt,
-    Rejected,
-    RejectKind,
-    Resend,
-    RoomStatus,
-    kind_of,
-)
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Abort, Decode, Prefill, Rejected, RejectKind, Resend, RoomStatus
+from wire.messages.transfer import KVDone, KVFailed, KVReady, KVTarget
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 from worker.loop import Worker

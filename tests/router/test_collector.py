@@ -15,7 +15,7 @@ from router.options import RouterOptions
 from router.service import Router
 from tests.support.fake_worker import FakeWorker
 from tests.support.left_over import left_over
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.records import Role
 
 PROMPT = {"model": "tiny", "prompt": "Hello there", "max_tokens": 6, "seed": 1}

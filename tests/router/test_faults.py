@@ -15,7 +15,7 @@ import pytest
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, Faults, expected_tokens
 from wire.codec import pack_tokens
-from wire.messages import Decode, Prefill, RejectKind
+from wire.messages.rooms import Decode, Prefill, RejectKind
 from wire.records import Role, WorkerLoad
 
 QUICK = {

@@ -12,7 +12,9 @@ from common.errors import Unavailable
 from router import kept_responses
 from router.kept_responses import KeptResponses, ResponseKey, ResponseStore
 from router.options import ResponseOptions
-from wire.messages import Ack, AnyMessage, DropResponse, FindResponse, FoundResponse, KeepResponse
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Ack
+from wire.messages.routers import DropResponse, FindResponse, FoundResponse, KeepResponse
 from wire.sockets import Mail
 
 GOLD, LEAD = ResponseKey("gold", "r1"), ResponseKey("lead", "r1")

@@ -12,7 +12,7 @@ from router.options import RouterOptions
 from router.service import Router
 from router.streams.inspections import Inspections
 from router.supervisor import Supervisor
-from wire.messages import CacheCleared, Inspected, TenantForgotten
+from wire.messages.caches import CacheCleared, Inspected, TenantForgotten
 from wire.sockets import Mail
 
 

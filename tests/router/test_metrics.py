@@ -15,7 +15,7 @@ from router.request_metrics import RequestMetrics, cause_of
 from router.vllm_metrics import vllm_aliases
 from router.worker_metrics import WorkerMetrics
 from tests.router.directory.test_directory import record
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.records import Counts, GroupPages, WorkerFigures, WorkerLoad
 from wire.stages import RequestStage, Stamp
 

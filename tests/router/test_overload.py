@@ -14,7 +14,7 @@ import pytest
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from wire.codec import pack_tokens
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role, WorkerLoad
 
 FULL = WorkerLoad(running_requests=4)  # no headroom

@@ -17,7 +17,7 @@ from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker
 from wire.codec import unpack_tokens
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 from wire.request import NO_MARKS, GenerateRequest, PromptMarks, SamplingParams
 

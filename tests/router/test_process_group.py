@@ -17,7 +17,8 @@ from router.streams.room_report import RoomReport, WorkerReport
 from router.suspicions import SuspicionCause, SuspicionReport
 from router.trace import RequestTrace, TraceStore
 from wire.holds import Hold
-from wire.messages import AnyMessage, Inspect, Inspected
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import Inspect, Inspected
 
 HOLDERS = ["router 0", "router 1", "router 2"]
 Post = dict[str, Callable[[str, AnyMessage], None]]  # by address: takes the sender's address and a message

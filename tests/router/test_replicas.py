@@ -12,7 +12,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role
 
 EACH = 4  # P and D

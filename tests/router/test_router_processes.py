@@ -22,7 +22,7 @@ from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import SseEvent, sse_events
 from wire.codec import pack_tokens
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 
 pytestmark = pytest.mark.slow

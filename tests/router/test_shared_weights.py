@@ -15,7 +15,8 @@ from router.shared_weights import SharedWeights
 from tests.router.directory.test_directory import record
 from tests.router.placement.test_versions import decode, divided, models
 from wire.mailbox import Mail
-from wire.messages import Announce, Announced, AnyMessage, View
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import Announce, Announced, View
 from wire.settings import NO_SETTINGS, ModelWeights
 
 LEASE_S = 3.0

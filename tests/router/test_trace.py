@@ -8,7 +8,7 @@ import pytest
 
 from router import trace as traces
 from router.trace import RequestTrace, TraceStore
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.stages import RequestStage, Stamp
 
 

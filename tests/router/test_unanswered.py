@@ -6,7 +6,9 @@ import pytest
 
 from router import unanswered
 from router.unanswered import Unanswered
-from wire.messages import Abort, Ack, AnyMessage, Inspect
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import Inspect
+from wire.messages.rooms import Abort, Ack
 
 ABORT = Abort(1, 0)
 

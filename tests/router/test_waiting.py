@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.router.conftest import RouterProcess, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from wire.codec import pack_tokens
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role
 
 

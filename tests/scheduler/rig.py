@@ -20,7 +20,7 @@ from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
 from tests.support.late_device import LateDevice, LateEngine
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs
 
 VOCAB = 499

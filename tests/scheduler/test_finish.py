@@ -8,7 +8,7 @@ from engine.errors import DeviceLost
 from engine.fake import FakeTiming
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 from wire.request import FinishReason
 
 PROMPT = list(range(30))

@@ -11,7 +11,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import GROUPS, Rig
 from tests.scheduler.test_hand_off import decode_rig, finish_transfer, pair, prefill_rig
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)
 HYBRID = GROUPS[1:]

@@ -12,7 +12,7 @@ from scheduler.config import Phase, SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import GROUPS, Rig
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 
 
 def prefill_rig(page_size: int, depth: int, pool_tokens: int = 512, groups: tuple[str, ...] = ()) -> Rig:

@@ -10,7 +10,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
 from tests.scheduler.rig import GROUPS, Rig
-from wire.messages import RejectKind
+from wire.messages.rooms import RejectKind
 
 OVERLAPS = [(0, False), (1, False), (1, True)]
 

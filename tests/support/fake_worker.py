@@ -25,44 +25,36 @@ from tests.support.members import curve_of
 from wire.codec import unpack_tokens
 from wire.holds import HoldReport
 from wire.mailbox import Mail, Mailbox
-from wire.messages import (
-    Abort,
-    Ack,
-    Announce,
-    Announced,
-    AnyMessage,
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt, kind_of
+from wire.messages.caches import (
     CacheCleared,
     CacheTier,
+    ClearCache,
+    ForgetTenant,
+    Inspect,
+    Inspected,
+    TenantForgotten,
+    TierRemoval,
+)
+from wire.messages.directory import Announce, Announced, Join, Joined, Replaced, Withdraw
+from wire.messages.rooms import (
+    Abort,
+    Ack,
     Claim,
     Claimed,
     ClaimedRoom,
-    ClearCache,
     Decode,
-    ForgetTenant,
-    GroupTarget,
-    Inspect,
-    Inspected,
-    Join,
-    Joined,
-    KVDone,
-    KVTarget,
     Prefill,
-    Receipt,
     Rejected,
     RejectKind,
-    Release,
-    Replaced,
     Resend,
     Reserved,
     RoomStatus,
-    TenantForgotten,
-    TierRemoval,
     Timeline,
     Tokens,
-    TransferEndpoint,
-    Withdraw,
-    kind_of,
 )
+from wire.messages.transfer import GroupTarget, KVDone, KVTarget, Release, TransferEndpoint
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
 from wire.request import FinishReason, GenerateRequest, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey, Retransmitter

@@ -21,18 +21,9 @@ from tests.kvcache.support import HandMover
 from tests.support.hand_off import ROUTER, SMALL, TRANSFER_S, FakeMailbox, Letter, Network, held
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.mailbox import Mail
-from wire.messages import (
-    Abort,
-    Ack,
-    AnyMessage,
-    Decode,
-    FetchSource,
-    Receipt,
-    Rejected,
-    Timeline,
-    Tokens,
-    kind_of,
-)
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt, kind_of
+from wire.messages.rooms import Abort, Ack, Decode, FetchSource, Rejected, Timeline, Tokens
 from wire.peer_monitors import PeerState
 from wire.request import GenerateRequest, SamplingParams
 from worker import lending, loop, mail, parts, role

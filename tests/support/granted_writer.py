@@ -9,7 +9,7 @@ from kvcache.page_runs import as_pages
 from kvtransfer.channel import Channel, Line
 from kvtransfer.pages import PageWrite
 from kvtransfer.transport import Bounds
-from wire.messages import FETCH_EPOCH, Fetch, KVTarget
+from wire.messages.transfer import FETCH_EPOCH, Fetch, KVTarget
 
 
 class GrantedWriter:

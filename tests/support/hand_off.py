@@ -24,21 +24,19 @@ from tests.harness.local_stack import in_use
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.holds import Hold
 from wire.mailbox import Mail
-from wire.messages import (
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt, RoomMessage, kind_of
+from wire.messages.rooms import (
     Abort,
     Ack,
-    AnyMessage,
     Decode,
     Prefill,
-    Receipt,
     Rejected,
     Resend,
     Reserved,
-    RoomMessage,
     RoomStatus,
     Timeline,
     Tokens,
-    kind_of,
 )
 from wire.peer_monitors import PeerState
 from wire.request import NO_MARKS, FinishReason, GenerateRequest, PromptMarks, SamplingParams

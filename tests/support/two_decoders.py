@@ -20,25 +20,23 @@ from engine.fake import fake_generate
 from tests.support.hand_off import ROUTER, SMALL, TRANSFER_S, FakeMailbox, Letter, Network, held
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.mailbox import Mail
-from wire.messages import (
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt, RoomMessage, kind_of
+from wire.messages.rooms import (
     Abort,
     Ack,
-    AnyMessage,
     Claim,
     Claimed,
     ClaimedRoom,
     Decode,
-    KVFailed,
-    Receipt,
     Rejected,
     RejectKind,
     Resend,
     Reserved,
-    RoomMessage,
     Timeline,
     Tokens,
-    kind_of,
 )
+from wire.messages.transfer import KVFailed
 from wire.peer_monitors import PeerState
 from wire.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 from worker import loop, mail, parts, role

@@ -9,21 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import WireError
+from wire.checksums import ChecksumMode, PageChecksums
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
-from wire.messages import (
-    Abort,
-    AnyMessage,
-    ChecksumMode,
-    Decode,
-    FetchSource,
-    GroupTarget,
-    KVDone,
-    KVTarget,
-    PageChecksums,
-    Prefill,
-    Tokens,
-    TransferEndpoint,
-)
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort, Decode, FetchSource, Prefill, Tokens
+from wire.messages.transfer import GroupTarget, KVDone, KVTarget, TransferEndpoint
 from wire.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs, TokenRun
 
 REQUEST = GenerateRequest(

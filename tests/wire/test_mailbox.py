@@ -16,7 +16,9 @@ from wire.addresses import parse_address
 from wire.codec import encode
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Abort, Receipt, Watch
+from wire.messages.base import Receipt
+from wire.messages.directory import Watch
+from wire.messages.rooms import Abort
 from wire.peer_monitors import PeerMonitors
 from wire.security import Curve
 from wire.senders import NO_MARK

@@ -21,7 +21,9 @@ from wire.addresses import parse_address
 from wire.codec import encode
 from wire.events import AllBlocksCleared
 from wire.mailbox import Mailbox
-from wire.messages import Abort, Receipt, Watch
+from wire.messages.base import Receipt
+from wire.messages.directory import Watch
+from wire.messages.rooms import Abort
 from wire.security import Curve, curve_for
 
 WAIT_S = 10.0

@@ -9,7 +9,8 @@ import pytest
 
 from common.errors import WireError
 from wire.codec import decode, encode
-from wire.messages import Ack, Announced, Rejected, RejectKind, Resend
+from wire.messages.directory import Announced
+from wire.messages.rooms import Ack, Rejected, RejectKind, Resend
 
 LARGEST = 2**63 - 1
 

@@ -21,7 +21,8 @@ from tests.support.other_host import other_host, why_no_other_host
 from wire.addresses import parse_address
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mailbox
-from wire.messages import Inspected, Watch
+from wire.messages.caches import Inspected
+from wire.messages.directory import Watch
 from wire.peer_monitors import PeerState
 from wire.sockets import PeerSockets
 

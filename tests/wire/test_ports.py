@@ -14,7 +14,8 @@ from kvcache.publisher import EventPublisher
 from tests.support.members import SECRET, curve_of
 from wire.addresses import parse_address
 from wire.mailbox import Mailbox
-from wire.messages import Abort, Watch
+from wire.messages.directory import Watch
+from wire.messages.rooms import Abort
 
 WAIT_S = 10.0
 

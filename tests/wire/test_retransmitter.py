@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wire.messages import Abort, AnyMessage
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort
 from wire.retransmitter import RetransmitKey, Retransmitter
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import WireError
 from wire.codec import decode, encode
-from wire.messages import View
+from wire.messages.directory import View
 from wire.settings import MOST_SETTINGS, NO_SETTINGS, ModelWeights, Settings, TenantGeneration
 
 

@@ -16,7 +16,9 @@ import pytest
 from decode_node.worker import DecodeWorker
 from wire.codec import pack_tokens
 from wire.mailbox import Mailbox
-from wire.messages import AnyMessage, CacheCleared, ClearCache, Decode, Inspect, Inspected, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheCleared, ClearCache, Inspect, Inspected
+from wire.messages.rooms import Decode, Tokens
 from wire.request import GenerateRequest, SamplingParams
 from worker.options import WorkerOptions
 

@@ -19,7 +19,7 @@ from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, TRANSFER_S, Letter, held, prompt_of
 from wire.checksums import NO_CHECKSUMS
 from wire.mailbox import Mail
-from wire.messages import Fetch, Fetched, FetchRefused, RefusalCause
+from wire.messages.transfer import Fetch, Fetched, FetchRefused, RefusalCause
 from wire.peer_monitors import PeerState
 
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from tests.support.fleet import Fleet, fleet
 from tests.support.hand_off import SMALL, prompt_of
-from wire.messages import Fetch, Fetched, FetchRefused
+from wire.messages.transfer import Fetch, Fetched, FetchRefused
 from wire.peer_monitors import PeerState
 
 WORKERS = st.integers(0, 2)

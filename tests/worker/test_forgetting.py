@@ -18,7 +18,10 @@ from tests.kvcache.support import memory
 from wire.checksums import ChecksumMode
 from wire.codec import pack_tokens
 from wire.mailbox import Mailbox
-from wire.messages import AnyMessage, Decode, Fetch, ForgetTenant, Inspect, Inspected, TenantForgotten, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import ForgetTenant, Inspect, Inspected, TenantForgotten
+from wire.messages.rooms import Decode, Tokens
+from wire.messages.transfer import Fetch
 from wire.page_hash import tenant_key
 from wire.request import GenerateRequest, SamplingParams
 from wire.settings import TenantGeneration

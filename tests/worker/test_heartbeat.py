@@ -9,7 +9,7 @@ import msgspec
 
 from tests.router.directory.test_directory import record
 from wire.mailbox import Mailbox
-from wire.messages import Announce, Announced, Join, Joined, Withdraw
+from wire.messages.directory import Announce, Announced, Join, Joined, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
 from wire.settings import NO_SETTINGS, ModelWeights, Settings
 from worker.heartbeat import Heartbeat, has_moved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wire.holds import Hold
-from wire.messages import Receipt
+from wire.messages.base import Receipt
 from wire.request import FinishReason, OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
 from worker.outbox import Outbox, OutputKey

@@ -20,7 +20,7 @@ from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TreeNode
 from tests.scheduler.rig import Rig
 from tests.support.hand_off import pair, prompt_of
-from wire.messages import Announced
+from wire.messages.directory import Announced
 from worker.idle_check import IdleCheck
 
 

@@ -13,7 +13,8 @@ from prefill_node.worker import PrefillWorker
 from tests.support.kv_events_reader import Page, Pages, Replay, pages_of
 from wire.codec import pack_tokens
 from wire.mailbox import Mailbox
-from wire.messages import Decode, Inspect, Inspected, Prefill, Tokens
+from wire.messages.caches import Inspect, Inspected
+from wire.messages.rooms import Decode, Prefill, Tokens
 from wire.request import GenerateRequest, SamplingParams
 from worker.loop import Worker
 from worker.options import KVEventsOptions, WorkerOptions

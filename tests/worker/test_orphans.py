@@ -15,19 +15,19 @@ from msgspec.structs import replace
 from decode_node.room import DecodeHold, DecodeRoom
 from scheduler.req import ReqState
 from tests.support.hand_off import GROUPS, ROUTER, FakeMailbox, Letter, Pair, held, pair, prompt_of, right
-from wire.messages import (
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import (
     Abort,
-    AnyMessage,
     Claim,
     Claimed,
     ClaimedRoom,
     Decode,
-    KVTarget,
     Rejected,
     RejectKind,
     Resend,
     Tokens,
 )
+from wire.messages.transfer import KVTarget
 from wire.peer_monitors import PeerState
 from worker.loop import Worker
 

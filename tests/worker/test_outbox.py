@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wire.messages import AnyMessage, ClaimedRoom, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import ClaimedRoom, Tokens
 from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 from worker.outbox import Outbox, OutputKey
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wire.messages import AnyMessage, KVReady
+from wire.messages.any_message import AnyMessage
+from wire.messages.transfer import KVReady
 from wire.peer_monitors import PeerState
 from worker.outbox import OutputKey
 from worker.questions import Questions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.messages import Release
+from wire.messages.transfer import Release
 from worker.rooms import Rooms, StartVerdict
 
 

@@ -21,7 +21,10 @@ from tests.support.kv_events_reader import Pages, pages_of, replayed
 from wire.codec import pack_tokens
 from wire.events import BlockStored, decode_batch
 from wire.mailbox import Mailbox
-from wire.messages import Abort, AnyMessage, Decode, Inspect, Inspected, Rejected, RoleSet, SetRole, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import Inspect, Inspected
+from wire.messages.directory import RoleSet, SetRole
+from wire.messages.rooms import Abort, Decode, Rejected, Tokens
 from wire.page_hash import event_hashes, namespace_seed, owned_digests, page_digests
 from wire.records import Role
 from wire.request import GenerateRequest, SamplingParams

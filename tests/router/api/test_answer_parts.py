@@ -13,7 +13,7 @@ from router.text.chat import Chat
 from tests.router.api.test_tools import ARGUMENTS, CHAT, OUTPUT, TOOLS, Scripted
 from tests.support.sse import sse_events
 from wire.codec import unpack_tokens
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.request import GrammarKind, SamplingParams
 
 USER = {"role": "user", "content": "Hi"}

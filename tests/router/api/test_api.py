@@ -18,7 +18,7 @@ from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import DONE, sse_events
 from tests.support.tokenizers import byte_level
 from wire.codec import pack_tokens
-from wire.messages import Abort, Decode, Prefill
+from wire.messages.rooms import Abort, Decode, Prefill
 from wire.records import Role
 
 Service = tuple[RouterProcess, FakeWorker, FakeWorker]

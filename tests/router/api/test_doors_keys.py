@@ -19,7 +19,7 @@ from tests.router.api.test_doors_admin import bearer, refused
 from tests.router.api.test_doors_limits import connect, read_error
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 
 pytestmark = pytest.mark.slow

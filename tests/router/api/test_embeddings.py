@@ -12,7 +12,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import VECTOR, FakeWorker
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role
 from wire.request import Pooling
 

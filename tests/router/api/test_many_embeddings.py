@@ -25,7 +25,7 @@ from tests.router.test_overload import gauge, queued
 from tests.support.fake_worker import FakeWorker
 from tests.support.prompt_hooks import HOOK_PIPE
 from wire.codec import unpack_tokens
-from wire.messages import Abort, Decode
+from wire.messages.rooms import Abort, Decode
 from wire.records import Role
 
 

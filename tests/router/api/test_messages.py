@@ -25,7 +25,7 @@ from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import sse_events
 from wire.codec import pack_tokens
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 from wire.request import SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
-from wire.messages import Abort, Decode
+from wire.messages.rooms import Abort, Decode
 from wire.records import Role
 
 BODY = b'{"prompt": "Hello", "max_tokens": 400}'

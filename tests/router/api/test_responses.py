@@ -26,7 +26,7 @@ from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import sse_events
 from wire.codec import pack_tokens
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role
 from wire.request import FinishReason, GrammarKind, OutputDelta, SamplingParams
 

@@ -21,7 +21,7 @@ from tests.router.api.test_api import text_of
 from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from tests.support.sse import DONE, SseEvent, sse_events
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 
 Service = tuple[RouterProcess, FakeWorker]

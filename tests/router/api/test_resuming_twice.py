@@ -12,7 +12,8 @@ from tests.router.api.test_resuming import NAMED, ask, openai_answer
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from tests.support.sse import sse_events
-from wire.messages import AnyMessage, Claim
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Claim
 from wire.records import Role
 from wire.sockets import Mail
 

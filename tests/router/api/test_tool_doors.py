@@ -12,7 +12,7 @@ from router.text.chat import Chat
 from tests.router.api.test_tools import ARGUMENTS, OUTPUT, Scripted
 from tests.support.sse import sse_events
 from wire.codec import unpack_tokens
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 
 USER = {"role": "user", "content": "Hi"}
 FUNCTIONS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]

@@ -14,7 +14,7 @@ from tests.router.conftest import start_router
 from tests.support.fake_worker import FakeWorker
 from tests.support.sse import sse_events
 from tests.support.tokenizers import byte_level
-from wire.messages import Decode, Prefill
+from wire.messages.rooms import Decode, Prefill
 from wire.records import Role
 
 CHATS = "/v1/chat/completions"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, wait_until
 from tests.support.fake_worker import FakeWorker
-from wire.messages import Abort, Decode
+from wire.messages.rooms import Abort, Decode
 from wire.records import Role
 
 pytestmark = pytest.mark.slow

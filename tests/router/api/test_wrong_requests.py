@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker
-from wire.messages import Decode
+from wire.messages.rooms import Decode
 from wire.records import Role
 
 USER = {"role": "user", "content": "Hello there"}

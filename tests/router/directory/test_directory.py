@@ -14,11 +14,11 @@ from router.directory.server import DirectoryHost, DirectoryServer, RoleOrders
 from tests.support.fake_worker import FakeWorker, group_layout
 from tests.support.members import SECRET, curve_of, secret_of
 from wire.mailbox import Mail, Mailbox
-from wire.messages import (
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import (
     Announce,
     Announced,
     AnnounceRefused,
-    AnyMessage,
     Join,
     Joined,
     Replaced,

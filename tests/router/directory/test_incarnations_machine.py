@@ -30,7 +30,8 @@ from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from tests.router.directory.test_directory import record
 from wire.mailbox import Mail
-from wire.messages import Announce, AnyMessage, Join, Joined, Replaced, View, Withdraw
+from wire.messages.any_message import AnyMessage
+from wire.messages.directory import Announce, Join, Joined, Replaced, View, Withdraw
 
 LEASE_S = 3.0
 IDS = ("a", "b")

@@ -17,7 +17,7 @@ from router.placement.placer import Placer
 from router.placement.policies import POLICIES, make_policy
 from router.placement.policy import Choice, PlacementRequest
 from tests.router.directory.test_directory import record
-from wire.messages import FetchSource
+from wire.messages.rooms import FetchSource
 from wire.records import Role, WorkerLoad, WorkerRecord
 
 PAGE = 16

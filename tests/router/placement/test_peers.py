@@ -18,7 +18,7 @@ from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
 from tests.router.placement.test_policy import PAGE, WEIGHTS, decode, names, prefill
-from wire.messages import AssignedLoads
+from wire.messages.routers import AssignedLoads
 from wire.records import WorkerLoad, WorkerRecord
 
 

@@ -16,7 +16,7 @@ from router.placement.transfer_rates import TransferRates, expected_backend, loc
 from router.placement.transfer_table import transfer_table
 from tests.router.directory.test_directory import record
 from tests.router.placement.test_policy import DEFAULTS, IndexedPlacer, ask, chosen, decode, placer, prefill
-from wire.messages import Timeline
+from wire.messages.rooms import Timeline
 from wire.records import Role, WorkerRecord
 
 OFFERS = [("shm", "tcp"), ("shm", "mooncake", "tcp"), ("tcp",), ()]

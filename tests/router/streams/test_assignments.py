@@ -16,7 +16,7 @@ from router.streams.assignments import Assignment, version_key
 from router.streams.generation import Submission
 from tests.router.directory.test_directory import group_layout
 from tests.router.streams.test_dispatcher import OPTIONS, ROOMY, D, Desk, E, Sink, record
-from wire.messages import Decode, Rejected, RejectKind
+from wire.messages.rooms import Decode, Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from wire.request import SamplingParams
 from wire.sockets import Mail

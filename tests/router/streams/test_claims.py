@@ -12,7 +12,8 @@ import pytest
 from common.errors import Interrupted
 from router.streams.claims import Claims, FoundRoom
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, AnyMessage, Claim, Claimed, ClaimedRoom
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort, Claim, Claimed, ClaimedRoom
 from wire.records import Role, WorkerRecord
 from wire.retransmitter import RetransmitKey
 

@@ -25,7 +25,9 @@ from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, Ack, AnyMessage, Decode, Prefill, Receipt, Rejected, RejectKind, Tokens
+from wire.messages.any_message import AnyMessage
+from wire.messages.base import Receipt
+from wire.messages.rooms import Abort, Ack, Decode, Prefill, Rejected, RejectKind, Tokens
 from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, SamplingParams, TokenRun
 from wire.sockets import Mail

@@ -8,7 +8,8 @@ import pytest
 
 from router.streams import inspections
 from router.streams.inspections import Inspections
-from wire.messages import AnyMessage, CacheCleared, ClearCache, Inspected
+from wire.messages.any_message import AnyMessage
+from wire.messages.caches import CacheCleared, ClearCache, Inspected
 
 
 def test_a_command_is_sent_again_until_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

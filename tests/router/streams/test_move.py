@@ -9,7 +9,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from tests.router.streams.test_dispatcher import OPTIONS, ROOMY, D, Desk, E, P, Sink
-from wire.messages import Abort, Decode, KVFailed, Rejected, RejectKind, Tokens
+from wire.messages.rooms import Abort, Decode, Rejected, RejectKind, Tokens
+from wire.messages.transfer import KVFailed
 from wire.records import WorkerLoad, WorkerRecord
 from wire.request import FinishReason, TokenRun
 from wire.sockets import Mail

@@ -17,7 +17,8 @@ from router.placement.policy import Choice, PlacementRequest
 from router.streams.restarts import RestartCause
 from router.streams.stream import RoomStream
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Rejected, RejectKind, Resend, RoomStatus
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Abort, Decode, Prefill, Rejected, RejectKind, Resend, RoomStatus
 from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey

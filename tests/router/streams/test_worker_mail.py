@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from router.streams.worker_mail import WorkerMail
-from wire.messages import Ack, AnyMessage
+from wire.messages.any_message import AnyMessage
+from wire.messages.rooms import Ack
 
 
 def test_an_acknowledgement_never_goes_back() -> None:
