@@ -12,11 +12,11 @@ from bench.index_load import PAGE, Form, Load
 from bench.index_publisher import TIMEOUT_S, Remote
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
-from router.options import PolicyWeights
 from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
+from router.placement_options import PolicyWeights
 from wire.records import PageHashes, WorkerRecord
 
 OUTSTANDING = 64  # rooms that are placed at a time

@@ -30,8 +30,9 @@ from cluster.router_config import RouterConfig
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import parse_options
-from router.options import OutputOptions, PolicyWeights, RoutedModel, RouterOptions
+from router.options import OutputOptions, RoutedModel, RouterOptions
 from router.placement.policies import make_policy
+from router.placement_options import PolicyWeights
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
 from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings

@@ -7,7 +7,8 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from common.options import Options
-from router.options import AdmissionOptions, LeaseOptions, PlacementOptions
+from router.options import LeaseOptions
+from router.placement_options import AdmissionOptions, PlacementOptions
 
 
 class Schedule(StrEnum):

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, Overloaded
-from router.options import AdmissionOptions
 from router.placement.fair_queue import Ahead, FairQueue
 from router.placement.placer import Placer
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction, Predictor
+from router.placement_options import AdmissionOptions
 from wire.records import Role
 
 _LONGEST_RETRY_S = 60.0

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.options import PolicyWeights
 from router.placement.fleet_table import Floats
 from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
+from router.placement_options import PolicyWeights
 
 _FOLLOWED = 0.5  # of the prompt: a match must be longer
 

@@ -1,7 +1,7 @@
 """Policy `kv`: prices what is left to compute and to move against load, for P and D together.
 
-In units of "the wait for one queued prompt token" (weights: options.PolicyWeights; h is what a worker
-holds, s what that saves when slower tiers are weighted, q the prompt tokens queued on it):
+In units of "the wait for one queued prompt token" (weights: placement_options.PolicyWeights; h is what a
+worker holds, s what that saves when slower tiers are weighted, q the prompt tokens queued on it):
 
     left(w)    = max(1, prompt - s(w))
     cost_P(p)  = prefill_queue (q(p) + (q(p) - min q)^2 / queue_objective) + prefill_left left(p)
@@ -31,11 +31,11 @@ import random
 
 import numpy as np
 
-from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.peer_fetch import Offers, PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from router.placement.transfer_table import TransferTable, transfer_table
+from router.placement_options import PolicyWeights
 
 
 class KVPolicy(Policy):

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from router.index.global_index import Matches
-from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, Integers, WorkerArrays
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.transfer_rates import Locality, TransferRates, machine
+from router.placement_options import PolicyWeights
 
 MOST_HOLDERS = 16
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from common.errors import ConfigError
-from router.options import PolicyWeights
 from router.placement.affinity_policy import PrefixAffinity
 from router.placement.kv_policy import KVPolicy
 from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Policy
 from router.placement.simple_policies import LeastLoaded, Random, RoundRobin
+from router.placement_options import PolicyWeights
 
 POLICIES: dict[str, type[Policy]] = {
     "kv": KVPolicy,

@@ -15,11 +15,11 @@ import numpy as np
 
 from router.index.global_index import Matches
 from router.index.page_table import Hashes, Tier
-from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.peer_fetch import FetchPlan, Offers, PeerFetch
 from router.placement.transfer_rates import TransferRates
+from router.placement_options import PolicyWeights
 
 _ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
 

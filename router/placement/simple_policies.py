@@ -6,9 +6,9 @@ import random
 from abc import abstractmethod
 from itertools import count
 
-from router.options import PolicyWeights
 from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
+from router.placement_options import PolicyWeights
 
 
 class SimplePolicy(Policy):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from router.options import PolicyWeights
+from router.placement_options import PolicyWeights
 from wire.records import Role, WorkerRecord
 
 PRIOR_TRANSFERS = 8.0  # that a prior is worth

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.transfer_rates import Locality, TransferPrices, TransferRates, machine
+from router.placement_options import PolicyWeights
 from wire.records import WorkerRecord
 
 Rows = npt.NDArray[np.intp]

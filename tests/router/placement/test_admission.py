@@ -20,13 +20,13 @@ from hypothesis.stateful import (
 
 from common.errors import InvalidRequest, Overloaded
 from router.index.global_index import GlobalIndex, as_hashes
-from router.options import AdmissionOptions, PolicyWeights
 from router.placement.admission import Admission
 from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
 from router.placement.prediction import Prediction
+from router.placement_options import AdmissionOptions, PolicyWeights
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad, WorkerRecord
 

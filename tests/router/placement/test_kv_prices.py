@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 
 from router.index.global_index import Matches, as_hashes
-from router.options import PolicyWeights
 from router.placement.fleet_table import WorkerArrays
 from router.placement.kv_policy import KVPolicy
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.policy import PlacementRequest, RoleCandidates
+from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
 
 SPARE_SLOTS = 2  # of workers that are draining

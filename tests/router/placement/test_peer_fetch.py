@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from router.index.global_index import GlobalIndex, as_hashes
-from router.options import PolicyWeights
 from router.placement.placer import Placer
 from router.placement.policies import POLICIES, make_policy
 from router.placement.policy import Choice, PlacementRequest
+from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
 from wire.messages.rooms import FetchSource
 from wire.records import Role, WorkerLoad, WorkerRecord

@@ -14,12 +14,12 @@ from hypothesis import given
 
 from common.errors import ConfigError
 from router.index.global_index import GlobalIndex, as_hashes
-from router.options import PolicyWeights
 from router.placement import kv_policy
 from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policies import POLICIES, make_policy
 from router.placement.policy import Choice, PlacementRequest, Policy
+from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad, WorkerRecord
 

@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from router.options import PolicyWeights
 from router.placement.transfer_rates import (
     OWN_PRICE,
     Kind,
@@ -18,6 +17,7 @@ from router.placement.transfer_rates import (
     prior,
     scale,
 )
+from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
 from tests.support.fake_worker import group_layout
 from wire.records import Role, WorkerLoad, WorkerRecord

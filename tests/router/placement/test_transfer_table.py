@@ -9,11 +9,11 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from router.index.global_index import GlobalIndex
-from router.options import PolicyWeights
 from router.placement.fleet_table import FleetTable
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.transfer_rates import TransferRates, expected_backend, locality
 from router.placement.transfer_table import transfer_table
+from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
 from tests.router.placement.test_policy import DEFAULTS, IndexedPlacer, ask, chosen, decode, placer, prefill
 from wire.messages.rooms import Timeline

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from router.index.global_index import GlobalIndex, as_hashes
-from router.options import AdmissionOptions, PolicyWeights
 from router.placement.admission import Admission
 from router.placement.broken_pairs import BrokenPairs
 from router.placement.load_estimate import AssignedLoad
@@ -18,6 +17,7 @@ from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
 from router.placement.version import ModelVersion
+from router.placement_options import AdmissionOptions, PolicyWeights
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerRecord
 

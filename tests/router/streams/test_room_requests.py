@@ -8,9 +8,9 @@ import pytest
 from common.secrets import ClusterSecret
 from kvcache.radix_key import Namespace
 from router.index.global_index import GlobalIndex
-from router.options import PolicyWeights
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
+from router.placement_options import PolicyWeights
 from router.streams.generation import Submission
 from router.streams.room_requests import RoomNumbers, RoomRequests
 from tests.router.directory.test_directory import record
