@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -21,6 +22,12 @@ def _own() -> list[str]:
     """The seeds that the oracle skipped, if it ran here: transformers is imported only then."""
     reference = sys.modules.get("tests.support.reference")
     return list(reference.REDRAWN) if reference is not None else []
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: a collection of garbage does not look through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

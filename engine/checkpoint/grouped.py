@@ -45,7 +45,7 @@ class GroupedMatrix:
         """Outputs and inputs."""
         return self.codes.shape[0], self.inputs
 
-    def rows(self, rows: slice) -> GroupedMatrix:
+    def rows(self, rows: slice | torch.Tensor) -> GroupedMatrix:
         """Some of its outputs."""
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
 

@@ -27,7 +27,7 @@ class Mxfp4Matrix:
         """Outputs and inputs."""
         return self.scales.shape[0], 32 * self.scales.shape[1]
 
-    def rows(self, rows: slice) -> Mxfp4Matrix:
+    def rows(self, rows: slice | torch.Tensor) -> Mxfp4Matrix:
         """Some of its outputs."""
         return Mxfp4Matrix(self.codes[rows], self.scales[rows])
 

@@ -30,7 +30,7 @@ class ScaledMatrix:
         """Outputs and inputs."""
         return self.numbers.shape[0], self.numbers.shape[1]
 
-    def rows(self, rows: slice) -> ScaledMatrix:
+    def rows(self, rows: slice | torch.Tensor) -> ScaledMatrix:
         """Some of its outputs, each with scales of its own."""
         each = torch.arange(self.shape[0], device=self.scales.device)[rows] // self.block[0]
         return ScaledMatrix(self.numbers[rows], self.scales[each], (1, self.block[1]))

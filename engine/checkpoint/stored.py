@@ -25,8 +25,8 @@ class StoredMatrix(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def rows(self, rows: slice) -> StoredMatrix:
-        """Some of its outputs; no number is copied."""
+    def rows(self, rows: slice | torch.Tensor) -> StoredMatrix:
+        """Some of its outputs: of a slice no number is copied, int64 indices gather them."""
         ...
 
     def to(self, device: torch.device) -> StoredMatrix: ...
@@ -98,22 +98,27 @@ class StoredTensor(torch.Tensor):
         """Dequantised. Torch's would be this tensor itself, which has no address."""
         return self.dequantised()
 
-    def numbers_at(self, indices: Iterable[int]) -> torch.Tensor:
-        """The numbers at these places of the flat tensor."""
-        return torch.stack([self._number_at(index) for index in indices])
-
-    def _number_at(self, index: int) -> torch.Tensor:
-        expert, place = divmod(index, math.prod(self.shape[-2:]))
-        output, column = divmod(place, self.shape[-1])
+    def numbers_at(self, indices: Sequence[int]) -> torch.Tensor:
+        """The numbers at these places of the flat tensor. Of each stored matrix the rows that have them are
+        dequantised at once."""
+        places = torch.tensor(indices, device=self.device)
+        experts, rows = places // math.prod(self.shape[-2:]), places // self.shape[-1] % self.shape[-2]
+        columns = places % self.shape[-1]
         if self.transposed:
-            output, column = column, output
-        for part in self.matrices[expert]:
-            if output < part.shape[0]:
-                row = torch.empty(1, part.shape[1], dtype=self.dtype, device=self.device)
-                part.rows(slice(output, output + 1)).dequantise(row)
-                return row[0, column]
-            output -= part.shape[0]
-        raise IndexError(index)
+            rows, columns = columns, rows
+        numbers = torch.empty(len(places), dtype=self.dtype, device=self.device)
+        for expert in torch.unique(experts).tolist():
+            first = 0
+            for part in self.matrices[expert]:
+                own = rows - first
+                here = ((experts == expert) & (own >= 0) & (own < part.shape[0])).nonzero()[:, 0]
+                first += part.shape[0]
+                if len(here):
+                    some = part.rows(own[here])
+                    whole = torch.empty(some.shape, dtype=self.dtype, device=self.device)
+                    some.dequantise(whole)
+                    numbers[here] = whole.gather(1, columns[here][:, None])[:, 0]
+        return numbers
 
     def _of(self, matrices: Iterable[Sequence[StoredMatrix]], **other: Any) -> StoredTensor:
         """Of the same dtype, dimensions, order and device, but for what is given of these."""

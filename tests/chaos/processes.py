@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tests.chaos.observed import Observed
 from tests.harness.fork import FORKSERVER, PRELOADED
 
-FORKSERVER.set_forkserver_preload([*PRELOADED, "tests.chaos.child"])
+FORKSERVER.set_forkserver_preload(["tests.chaos.child", PRELOADED])
 _READY_S, _END_S = 60.0, 30.0
 _POLL_S = 0.01
 

@@ -1,8 +1,4 @@
-"""Processes forked from one that has imported torch, transformers, the workers and the router.
-
-These imports are most of the processor time of a worker that serves a tiny model, five seconds, and of a
-router, one second, which hundreds of them in a run of the tests would take each.
-"""
+"""Processes forked from one that has imported torch, transformers, the workers and the router."""
 
 from __future__ import annotations
 
@@ -20,14 +16,8 @@ from typing import IO, Any
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 """One for all tests of a job. The process that it forks from has neither other threads nor sockets."""
-PRELOADED = [
-    "decode_node.worker",
-    "prefill_node.worker",
-    "router.api.app",
-    "router.directory.server",
-    "transformers.models.qwen3.modeling_qwen3",
-]
-FORKSERVER.set_forkserver_preload(PRELOADED)
+PRELOADED = "tests.harness.preloaded"
+FORKSERVER.set_forkserver_preload([PRELOADED])
 
 
 class ForkedProgram:

@@ -102,7 +102,8 @@ class Child:
         code = self.process.wait(END_S)
         assert self.process.stdout is not None
         told = self.log.read_text()
-        assert (code, self.process.stdout.read()) == (2, b""), told
+        with self.process.stdout as stdout:
+            assert (code, stdout.read()) == (2, b""), told
         return told
 
     def __enter__(self) -> Self:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.harness.fork import ForkedProgram
+from tests.harness.processes import Child
 from tests.support.fake_worker import FakeWorker
 from tests.support.tokenizers import byte_level
 
@@ -25,12 +25,16 @@ ROOT = Path(__file__).parents[2]
 class RouterProcess:
     """A running `python -m router`."""
 
-    process: subprocess.Popen[str]
+    child: Child
     url: str
     mailbox: str
     http: httpx.Client
     admin: httpx.Client
     _openai: OpenAI | None = None
+
+    @property
+    def process(self) -> ForkedProgram | subprocess.Popen[bytes]:
+        return self.child.process
 
     def openai(self) -> OpenAI:
         """The official client, made once."""
@@ -51,8 +55,8 @@ class RouterProcess:
         self.admin.close()
         if self._openai is not None:
             self._openai.close()
-        self.process.terminate()
-        return self.process.wait(timeout=15)
+        self.child.end()
+        return self.child.process.wait(0.0)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -65,20 +69,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 def start_router(directory: Path, model: Path, /, processes: int = 1, **options: object) -> RouterProcess:
     """A router on a free port."""
-    path = directory / f"options-{time.monotonic_ns()}.json"
     base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    path.write_text(json.dumps({**base, "prefill_on_decode_tokens": 0, **options}))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "router", "--options", str(path), "--processes", str(processes)],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    process.stdout.close()
-    info = json.loads(line)
-    assert info["ready"] is True
-    clients = (httpx.Client(base_url=info[name], timeout=20.0) for name in ("http", "admin"))
-    return RouterProcess(process, info["http"], info["mailbox"], *clients)
+    given = {**base, "prefill_on_decode_tokens": 0, **options}
+    child = Child("router", given, directory, arguments=("--processes", str(processes)))
+    ready = child.wait_ready()
+    clients = (httpx.Client(base_url=ready[name], timeout=20.0) for name in ("http", "admin"))
+    return RouterProcess(child, ready["http"], ready["mailbox"], *clients)
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import json
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +18,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.router.conftest import ROOT, wait_until
+from tests.harness.processes import Child
+from tests.router.conftest import wait_until
 
 pytestmark = pytest.mark.slow
 ADMIN_KEY = "an admin key of some length"
@@ -90,14 +88,12 @@ class Served(NamedTuple):
         return x509.load_der_x509_certificate(found).serial_number
 
 
-def options_file(directory: Path, model: Path, **options: object) -> Path:
-    path = directory / "options.json"
+def options(directory: Path, model: Path, **changes: object) -> dict[str, object]:
     base = {
         "model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0",
         "tls_cert": str(directory / "cert.pem"), "tls_key": str(directory / "key.pem"),
     }  # fmt: skip
-    path.write_text(json.dumps({**base, **options}))
-    return path
+    return {**base, **changes}
 
 
 @pytest.fixture(params=[1, 2])
@@ -106,17 +102,11 @@ def served(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
     authority = Authority(tmp_path)
     authority.issue(tmp_path)
     (tmp_path / "admin-key").write_text(ADMIN_KEY)
-    path = options_file(tmp_path, model, admin_host="0.0.0.0", admin_key_file=str(tmp_path / "admin-key"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "router", "--options", str(path), "--processes", str(request.param)],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    with process.stdout:
-        ready = json.loads(process.stdout.readline())
-    yield Served(ready, authority, tmp_path, ssl.create_default_context(cafile=str(authority.file)))
-    process.terminate()
-    assert process.wait(15) == 0
+    given = options(tmp_path, model, admin_host="0.0.0.0", admin_key_file=str(tmp_path / "admin-key"))
+    with Child("router", given, tmp_path, arguments=("--processes", str(request.param))) as child:
+        ready = child.wait_ready()
+        yield Served(ready, authority, tmp_path, ssl.create_default_context(cafile=str(authority.file)))
+    assert child.process.poll() == 0
 
 
 def test_both_listeners_speak_tls_and_nothing_else(served: Served) -> None:
@@ -151,12 +141,9 @@ def test_a_new_certificate_is_used_without_a_restart(served: Served) -> None:
 @pytest.mark.parametrize("tls", ["neither", "no key"])
 def test_a_certificate_that_cannot_be_used_ends_with_code_2(tmp_path: Path, model: Path, tls: str) -> None:
     if tls == "neither":
-        path, words = options_file(tmp_path, model), "tls_cert: "
+        given, words = options(tmp_path, model), "tls_cert: "
     else:
-        path, words = options_file(tmp_path, model, tls_key=None), "tls_cert and tls_key are given together"
-    done = subprocess.run(
-        [sys.executable, "-m", "router", "--options", str(path)],
-        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert words in done.stderr
+        given, words = options(tmp_path, model, tls_key=None), "tls_cert and tls_key are given together"
+    told = Child("router", given, tmp_path).refusal()
+    assert told.count("\n") == 1
+    assert words in told

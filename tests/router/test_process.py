@@ -24,6 +24,7 @@ from router import __main__ as router_main
 from router.api.app import build_app
 from router.options import RouterOptions
 from router.service import Router
+from tests.harness.processes import Child
 from tests.router.conftest import ROOT, RouterProcess
 
 pytestmark = pytest.mark.slow
@@ -37,15 +38,14 @@ runpy.run_module("router", run_name="__main__")
 """
 
 
-def options_file(tmp_path: Path, model_dir: Path, **changes: object) -> Path:
-    path = tmp_path / "options.json"
+def options(model_dir: Path, **changes: object) -> dict[str, object]:
     base = {"model": str(model_dir), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    path.write_text(json.dumps({**base, **changes}))
-    return path
+    return {**base, **changes}
 
 
 def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path, model: Path) -> None:
-    path = options_file(tmp_path, model)
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps(options(model)))
     process = subprocess.Popen(
         [sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -63,20 +63,16 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path, model: Path) -
     assert not modules & {"torch", "transformers", "ray", "starlette"}
 
 
-def refused(path: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "router", "--options", str(path)],
-        capture_output=True, text=True, cwd=ROOT, timeout=30, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+def refused(tmp_path: Path, model_dir: Path, **changes: object) -> str:
+    told = Child("router", options(model_dir, **changes), tmp_path).refusal()
+    assert told.count("\n") == 1
+    return told
 
 
 def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(options_file(tmp_path, model, port=port))
+        said = refused(tmp_path, model, port=port)
     assert f"port: 127.0.0.1:{port} is in use; choose another" in said
 
 
@@ -93,7 +89,7 @@ def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
 def test_options_that_cannot_work(
     tmp_path: Path, model: Path, changes: dict[str, object], words: str
 ) -> None:
-    assert words in refused(options_file(tmp_path, model, **changes))
+    assert words in refused(tmp_path, model, **changes)
 
 
 def test_mounted_in_another_application(model: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
+from tests.harness.processes import Child
+from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from wire.records import Role
 
@@ -198,12 +197,7 @@ def test_a_range_without_a_free_port_ends_with_code_2(tmp_path: Path, model: Pat
 
 
 def refused(tmp_path: Path, model: Path, options: dict[str, object]) -> str:
-    path = tmp_path / "options.json"
     base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    path.write_text(json.dumps({**base, **options}))
-    done = subprocess.run(
-        [sys.executable, "-m", "router", "--options", str(path)],
-        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    return done.stderr
+    told = Child("router", {**base, **options}, tmp_path).refusal()
+    assert told.count("\n") == 1
+    return told
