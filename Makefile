@@ -99,7 +99,7 @@ chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one
 cluster: setup  ## ray up on hosts made of namespaces: serve, scale, deaths of a host and the head, drain, roles (root, sshd)
 	@$(TEST_ENV) $(PY) -m tests.cluster_hosts
 
-invariants: setup  ## long runs of the hypothesis state machines, and new examples for every hypothesis test
+invariants: setup  ## long runs of state machines, more seeds, and new examples for every hypothesis test
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants or hypothesis and not (oracle_full or emulated or gpu or kernels or peers)" \
 		--hypothesis-profile=random
 

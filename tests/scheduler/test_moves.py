@@ -10,6 +10,7 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import GROUPS, Rig
+from tests.support.oracle import pairwise
 from wire.request import TokenLogprobs
 
 EVERY_GROUP = pytest.mark.parametrize("groups", GROUPS, ids="+".join)
@@ -70,9 +71,7 @@ def take_over(source: Rig, moved: Req, target: Rig, req: Req) -> None:
     target.check()
 
 
-@EVERY_GROUP
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "depth", "groups"), pairwise([1, 4, 16], [0, 1], GROUPS))
 def test_a_move_after_any_step_computes_nothing_twice(
     page_size: int, depth: int, groups: tuple[str, ...]
 ) -> None:

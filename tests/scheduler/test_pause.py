@@ -9,6 +9,7 @@ import pytest
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import EOS, GROUPS, Rig
+from tests.support.oracle import pairwise, seeds
 
 
 def rig_of(
@@ -35,9 +36,7 @@ def start(rig: Rig, prompt: range, max_new: int, steps: int) -> Req:
     return req
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "depth", "groups"), pairwise([1, 4, 16], [0, 1], GROUPS))
 def test_a_request_paused_after_any_step_goes_on_exactly(
     page_size: int, depth: int, groups: tuple[str, ...]
 ) -> None:
@@ -139,7 +138,7 @@ def test_a_transferred_request_that_waits_for_the_batch_can_be_paused() -> None:
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_pauses_under_memory_pressure(seed: int, groups: tuple[str, ...]) -> None:
     """Small pools: others are retracted while some are paused, and all outputs are exact."""
     rng = random.Random(seed)

@@ -9,13 +9,10 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req
 from tests.scheduler.rig import EOS, GROUPS, VOCAB, Rig
+from tests.support.oracle import seeds
 
-BLOCKS = [
-    0,
-    pytest.param(1, marks=pytest.mark.slow),
-    *(pytest.param(block, marks=pytest.mark.invariants) for block in range(2, 5)),
-]
-"""Blocks of seeds; `make quick` plays the first, `make test` the second, too."""
+BLOCKS = seeds(1, 5)
+"""Blocks of seeds."""
 
 
 def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list[int]:

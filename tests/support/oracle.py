@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from itertools import combinations, product
 
+import pytest
+
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "qwen2_moe")
 LATENT = ("deepseek_v2", "deepseek_v3")
 WINDOWED = ("mistral_window", "gemma2", "gemma3_text", "gpt_oss")
@@ -40,3 +42,20 @@ def covering(axes: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
         rows.append(max(candidates, key=lambda row: len(pairs_of(row) & missing)))
         missing -= pairs_of(rows[-1])
     return rows
+
+
+def pairwise(*axes: Sequence[object]) -> list[object]:
+    """The product of the axes, for pytest.mark.parametrize. `make test` takes rows that are `covering`, and
+    `make invariants` the others, too."""
+    chosen = covering(axes)
+    rows = []
+    for row in product(*axes):
+        names = ["+".join(value) if isinstance(value, tuple) else str(value) for value in row]
+        marks = () if row in chosen else pytest.mark.invariants
+        rows.append(pytest.param(*row, id="-".join(names), marks=marks))
+    return rows
+
+
+def seeds(count: int, more: int) -> list[object]:
+    """For pytest.mark.parametrize: `make test` takes `count` seeds, and `make invariants` `more` of them."""
+    return [*range(count), *(pytest.param(seed, marks=pytest.mark.invariants) for seed in range(count, more))]

@@ -74,20 +74,25 @@ def reference_greedy(path: Path, ids: Sequence[int]) -> list[set[int]]:
 
 
 def draw_model(
-    family: str, directory: Path, seed: int, prompts: Sequence[Sequence[int]], n: int = 64
+    family: str, directory: Path, seed: int, prompts: Sequence[Sequence[int]], n: int | Sequence[int] = 64
 ) -> tuple[Path, list[list[int]]]:
-    """A tiny model whose greedy answers to `prompts` are decided clearly, and those answers.
+    """A tiny model whose greedy answers to `prompts` are decided clearly, and those answers: of n tokens, or
+    of n[i] to prompt i.
 
     Clearly: every margin is at least MIN_MARGIN, and n tokens hold at least n / 4 different ones. A seed
     that does not give that is skipped, and said at the end of the run.
     """
+    lengths = [n] * len(prompts) if isinstance(n, int) else n
     for candidate in range(seed, seed + 50):
         path = make_tiny(family, directory, candidate)
-        answers = [reference_generate(path, prompt, n) for prompt in prompts]
-        unclear = min(margin for _, margin in answers) < MIN_MARGIN
-        dull = min(len(set(tokens)) for tokens, _ in answers) < n // 4
-        if not unclear and not dull:
-            return path, [tokens for tokens, _ in answers]
-        why = "margin" if unclear else "too few distinct tokens"
-        REDRAWN.append(f"{family}: seed {candidate} redrawn ({why})")
+        answers: list[list[int]] = []
+        for prompt, length in zip(prompts, lengths, strict=True):
+            tokens, margin = reference_generate(path, prompt, length)
+            if margin < MIN_MARGIN or len(set(tokens)) < length // 4:
+                why = "margin" if margin < MIN_MARGIN else "too few distinct tokens"
+                REDRAWN.append(f"{family}: seed {candidate} redrawn ({why})")
+                break
+            answers.append(tokens)
+        else:
+            return path, answers
     raise AssertionError(f"no clear {family} model in 50 seeds")

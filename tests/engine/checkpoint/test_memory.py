@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine.config import EngineConfig
 from engine.cpu.op import current_isa
+from engine.loader import load_model
+from tests.harness.fork import FORKSERVER
 from tests.support.quantised_checkpoints import FORMATS, scaled
 
 SHARD_MIB = 48
@@ -29,23 +31,6 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 256,
 }
-_LOAD = """
-import json, sys
-import torch
-from engine.config import EngineConfig
-from engine.loader import load_model
-
-torch.set_num_threads(1)
-def mib(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
-
-load_model(EngineConfig(sys.argv[2], linear="torch"))  # whatever is imported and compiled at a first load
-with open("/proc/self/clear_refs", "w") as peaks:
-    peaks.write("5")
-before = mib("VmRSS")
-loaded = load_model(EngineConfig(sys.argv[1], linear=sys.argv[3]))
-print(json.dumps({"peak": mib("VmHWM") - before, "after": mib("VmRSS") - before}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +50,30 @@ def memory_of_loading(path: Path, linear: str, tmp_path: Path) -> dict[str, floa
     AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 1})).to(
         torch.bfloat16
     ).save_pretrained(tiny)
-    command = [sys.executable, "-c", _LOAD, str(path), str(tiny), linear]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    told, telling = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=_load, args=(path, tiny, linear, telling), daemon=True)
+    process.start()
+    telling.close()
+    with told:
+        assert told.poll(120.0)
+        measured: dict[str, float] = told.recv()
+    process.join(10.0)
     return measured
+
+
+def _load(path: Path, tiny: Path, linear: str, telling: Connection) -> None:
+    torch.set_num_threads(1)
+    load_model(EngineConfig(str(tiny), linear="torch"))  # whatever is imported and compiled at a first load
+    Path("/proc/self/clear_refs").write_text("5")  # peaks begin again
+    before = _mib("VmRSS")
+    loaded = load_model(EngineConfig(str(path), linear=linear))
+    telling.send({"peak": _mib("VmHWM") - before, "after": _mib("VmRSS") - before})
+    del loaded
+
+
+def _mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 @pytest.mark.slow
