@@ -166,7 +166,7 @@ def test_another_version_of_baton(tmp_path: Path) -> None:
     same = versions_with(tmp_path)
     assert same["Baton"] == a.versions["Baton"]
     assert faults("versions", a, b, replace(c, versions=same)) == []
-    source = tmp_path / "wire" / "messages.py"
+    source = tmp_path / "wire" / "messages" / "rooms.py"
     source.write_text(source.read_text() + "# one line more\n")
     changed = versions_with(tmp_path)["Baton"]
     installed(tmp_path, "baton-serve", "9.9.9")
