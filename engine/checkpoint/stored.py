@@ -8,7 +8,9 @@ is dequantised. So such a model is never in memory in the dtype in which it comp
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -101,24 +103,25 @@ class StoredTensor(torch.Tensor):
     def numbers_at(self, indices: Sequence[int]) -> torch.Tensor:
         """The numbers at these places of the flat tensor. Of each stored matrix the rows that have them are
         dequantised at once."""
-        places = torch.tensor(indices, device=self.device)
-        experts, rows = places // math.prod(self.shape[-2:]), places // self.shape[-1] % self.shape[-2]
-        columns = places % self.shape[-1]
-        if self.transposed:
-            rows, columns = columns, rows
-        numbers = torch.empty(len(places), dtype=self.dtype, device=self.device)
-        for expert in torch.unique(experts).tolist():
-            first = 0
-            for part in self.matrices[expert]:
-                own = rows - first
-                here = ((experts == expert) & (own >= 0) & (own < part.shape[0])).nonzero()[:, 0]
-                first += part.shape[0]
-                if len(here):
-                    some = part.rows(own[here])
-                    whole = torch.empty(some.shape, dtype=self.dtype, device=self.device)
-                    some.dequantise(whole)
-                    numbers[here] = whole.gather(1, columns[here][:, None])[:, 0]
-        return numbers
+        wanted: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for place, index in enumerate(indices):
+            expert, own = divmod(index, math.prod(self.shape[-2:]))
+            output, column = divmod(own, self.shape[-1])
+            if self.transposed:
+                output, column = column, output
+            part = 0
+            while output >= (rows := self.matrices[expert][part].shape[0]):
+                part, output = part + 1, output - rows
+            wanted[expert, part].append((output, place, column))
+        inputs = self.matrices[0][0].shape[1]
+        dense = torch.empty(len(indices), inputs, dtype=self.dtype, device=self.device)
+        first = 0
+        for (expert, part), each in wanted.items():
+            outputs = torch.tensor([output for output, _, _ in each], device=self.device)
+            self.matrices[expert][part].rows(outputs).dequantise(dense[first : first + len(each)])
+            first += len(each)
+        _, places, columns = torch.tensor(list(chain(*wanted.values())), device=self.device).T
+        return dense.gather(1, columns[:, None])[places.argsort(), 0]
 
     def _of(self, matrices: Iterable[Sequence[StoredMatrix]], **other: Any) -> StoredTensor:
         """Of the same dtype, dimensions, order and device, but for what is given of these."""

@@ -15,11 +15,12 @@ from cluster.placeholders import PLACEHOLDERS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CLUSTER = DEPLOY / "cluster.yaml"
-KUBERAY = DEPLOY / "kuberay.yaml"
+KUBERAY = (DEPLOY / "kuberay.yaml", DEPLOY / "kuberay-gpu.yaml")
+each_kuberay = pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
 
 
-def ray_cluster() -> Any:
-    return yaml.safe_load(KUBERAY.read_text())["spec"]["rayClusterConfig"]
+def ray_cluster(file: Path) -> Any:
+    return yaml.safe_load(file.read_text())["spec"]["rayClusterConfig"]
 
 
 def placeholders(path: Path) -> set[str]:
@@ -61,35 +62,41 @@ def test_the_gcs_of_ray_up_outlives_its_process() -> None:
     assert '--redis-password="$(cat ' in start, "the password is in a file of the head, not here"
 
 
-def test_kuberay_asks_for_the_token_and_keeps_the_gcs_in_redis() -> None:
-    cluster = ray_cluster()
+@each_kuberay
+def test_kuberay_asks_for_the_token_and_keeps_the_gcs_in_redis(file: Path) -> None:
+    cluster = ray_cluster(file)
     assert cluster["authOptions"] == {"mode": "token"}
     options = cluster["gcsFaultToleranceOptions"]
     assert options["redisAddress"]
     assert "secretKeyRef" in options["redisPassword"]["valueFrom"], "not in the file"
-    assert "auth_token" not in KUBERAY.read_text(), "the operator makes it"
+    assert "auth_token" not in file.read_text(), "the operator makes it"
 
 
-def test_kuberays_replicas_are_not_on_the_head() -> None:
-    assert ray_cluster()["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+@each_kuberay
+def test_kuberays_replicas_are_not_on_the_head(file: Path) -> None:
+    assert ray_cluster(file)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def test_streams_can_end_before_kuberay_deletes_a_cluster_that_was_replaced() -> None:
-    delay = yaml.safe_load(KUBERAY.read_text())["spec"]["rayClusterDeletionDelaySeconds"]
+@each_kuberay
+def test_streams_can_end_before_kuberay_deletes_a_cluster_that_was_replaced(file: Path) -> None:
+    delay = yaml.safe_load(file.read_text())["spec"]["rayClusterDeletionDelaySeconds"]
     assert delay >= 3600, "KubeRay's default is 60"
 
 
-def test_what_kuberays_pods_download_goes_to_a_volume() -> None:
-    pod = ray_cluster()["headGroupSpec"]["template"]["spec"]
-    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/models")
-    assert mount["name"] in {volume["name"] for volume in pod["volumes"]}
+@each_kuberay
+def test_what_kuberays_pods_download_goes_to_a_volume(file: Path) -> None:
+    for group in ray_cluster(file)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/models")
+        assert mount["name"] in {volume["name"] for volume in pod["volumes"]}
     for image in ("cpu", "cuda"):
         assert "HF_HOME=/models" in (DEPLOY / "docker" / f"{image}.Dockerfile").read_text()
 
 
-def test_kuberay_serves_the_application_of_the_cluster_file() -> None:
+@each_kuberay
+def test_kuberay_serves_the_application_of_the_cluster_file(file: Path) -> None:
     (theirs,) = yaml.safe_load((DEPLOY / "cluster-serve.yaml").read_text())["applications"]
-    (ours,) = yaml.safe_load(yaml.safe_load(KUBERAY.read_text())["spec"]["serveConfigV2"])["applications"]
+    (ours,) = yaml.safe_load(yaml.safe_load(file.read_text())["spec"]["serveConfigV2"])["applications"]
     for key in ("name", "route_prefix", "import_path"):
         assert ours[key] == theirs[key]
 
@@ -100,7 +107,8 @@ def test_serve_accepts_its_configurations(name: str) -> None:
 
 
 def test_every_deploy_file_is_checked_by_a_test() -> None:
-    checked = {"aws", "cluster", "cluster-serve", "demo", "gcp", "gpu-serve", "kuberay", "local"}
+    checked = {"aws", "cluster", "cluster-serve", "demo", "gcp", "gpu-serve", "local"}
+    checked |= {file.stem for file in KUBERAY}
     assert {path.stem for path in DEPLOY.glob("*.yaml")} == checked, "add the new file's test, then its name"
 
 

@@ -1,4 +1,4 @@
-"""deploy/kuberay.yaml against KubeRay's own schemas, and what it serves against Serve's and ours."""
+"""KubeRay's manifests of deploy/ against its own schemas, and what they serve against Serve's and ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from cluster.config import parse_config
 from tests.cluster.schemas import errors
 
 ROOT = Path(__file__).parents[2]
-MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())
+MANIFESTS: dict[str, dict[str, Any]] = {
+    name: yaml.safe_load((ROOT / "deploy" / name).read_text())
+    for name in ("kuberay.yaml", "kuberay-gpu.yaml")
+}
 VERSIONS = ("1.5.1", "1.7.0")
 
 
@@ -24,8 +27,8 @@ def schema(version: str) -> Any:
 
 
 def changed(*path: str | int, value: Any) -> dict[str, Any]:
-    """The manifest with another value at a path."""
-    manifest = copy.deepcopy(MANIFEST)
+    """A manifest with another value at a path."""
+    manifest = copy.deepcopy(MANIFESTS["kuberay.yaml"])
     place: Any = manifest
     for step in path[:-1]:
         place = place[step]
@@ -34,8 +37,9 @@ def changed(*path: str | int, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kuberay_accepts_the_manifest(version: str) -> None:
-    assert errors(MANIFEST, schema(version)) == []
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kuberay_accepts_the_manifest(name: str, version: str) -> None:
+    assert errors(MANIFESTS[name], schema(version)) == []
 
 
 @pytest.mark.parametrize(
@@ -66,13 +70,37 @@ def test_a_wrong_key_or_value_is_seen(path: tuple[str | int, ...], value: Any, s
     assert all(says in error for error in found)  # more than one where head and workers share a template
 
 
-def test_the_version_of_ray_is_the_one_that_is_tested() -> None:
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_version_of_ray_is_the_one_that_is_tested(name: str) -> None:
     lock = (ROOT / "requirements.lock").read_text().splitlines()
-    assert f"ray=={MANIFEST['spec']['rayClusterConfig']['rayVersion']}" in lock
+    assert f"ray=={MANIFESTS[name]['spec']['rayClusterConfig']['rayVersion']}" in lock
 
 
-def test_serve_and_baton_accept_what_it_deploys() -> None:
-    config = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
-    (application,) = ServeDeploySchema.model_validate(config).applications
-    assert application.import_path == "cluster.app:build"
-    assert parse_config(application.args).model
+def application(name: str) -> Any:
+    config = yaml.safe_load(MANIFESTS[name]["spec"]["serveConfigV2"])
+    (only,) = ServeDeploySchema.model_validate(config).applications
+    return only
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_serve_and_baton_accept_what_it_deploys(name: str) -> None:
+    assert application(name).import_path == "cluster.app:build"
+    assert parse_config(application(name).args).model
+
+
+def test_each_gpu_has_a_replica_of_its_role_and_room_for_a_router() -> None:
+    config = parse_config(application("kuberay-gpu.yaml").args)
+    groups = {
+        group["groupName"]: group
+        for group in MANIFESTS["kuberay-gpu.yaml"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    }
+    sections = {"prefill": config.prefill, "decode": config.decode}
+    assert groups.keys() == sections.keys()
+    for role, section in sections.items():
+        (container,) = groups[role]["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        assert section.num_gpus == int(limits["nvidia.com/gpu"])
+        assert section.num_cpus + config.router.num_cpus <= int(limits["cpu"])
+        assert section.num_replicas == groups[role]["replicas"]
+        assert section.labels.items() <= groups[role]["labels"].items()
+    assert config.router.num_replicas <= sum(group["replicas"] for group in groups.values())

@@ -89,7 +89,7 @@ def test_views_one_after_the_other_are_those_of_the_dequantised_tensor(name, dat
             assert stored.equal(dense)
             return
         assert stored.dequantised().equal(dense)
-        places = range(0, dense.numel(), max(1, dense.numel() // 7))
+        places = range(0, dense.numel(), 7)  # of parts and experts in turn, if it is transposed
         assert stored.numbers_at(places).equal(dense.flatten()[:: places.step])
 
 
