@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from router.streams.worker_mail import ACK_EVERY_S
 from wire.mailbox import Mailbox
 from wire.messages.rooms import Ack, Decode, Tokens
 from wire.request import GenerateRequest, SamplingParams
 
-_ACK_S = 0.05  # between two acknowledgements of a worker's tokens, as the router does
 _END_S = 5.0
 
 Rooms = list[tuple[str, list[GenerateRequest]]]
@@ -62,12 +62,12 @@ def _serve(end: Connection, rooms: Rooms) -> None:
         acknowledged_at = 0.0
         upto: dict[str, dict[tuple[int, int], int]] = {}
         while not end.poll():
-            for mail in mailbox.wait(_ACK_S):
+            for mail in mailbox.wait(ACK_EVERY_S):
                 if isinstance(mail.message, Tokens):
                     seen = upto.setdefault(mail.sender, {})
                     for run in mail.message.runs:
                         seen[run.room, run.epoch] = run.start + len(run.tokens)
-            if time.monotonic() - acknowledged_at >= _ACK_S:
+            if time.monotonic() - acknowledged_at >= ACK_EVERY_S:
                 acknowledged_at = time.monotonic()
                 for worker, ends in upto.items():
                     mailbox.send(worker, Ack([(*key, position) for key, position in ends.items()]))

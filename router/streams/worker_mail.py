@@ -10,7 +10,7 @@ from wire.messages.any_message import AnyMessage
 from wire.messages.rooms import Abort, Ack
 from wire.retransmitter import RetransmitKey, Retransmitter
 
-_ACK_EVERY_S = 0.25
+ACK_EVERY_S = 0.25
 """Acknowledgements let workers forget, which can wait. With every tick of the router they woke both processes
 about as often as tokens do."""
 
@@ -56,7 +56,7 @@ class WorkerMail:
     def tick(self, now: float) -> list[RetransmitKey]:
         """Repeat what is unanswered, and acknowledge. Returns the keys of messages given up."""
         given_up = self._retransmitter.tick(now)
-        if now - self._acked_at < _ACK_EVERY_S:
+        if now - self._acked_at < ACK_EVERY_S:
             return given_up
         self._acked_at = now
         for address, upto in self._acks.items():

@@ -13,16 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401  what the programs import late
-import uvicorn  # noqa: F401
-import uvloop  # noqa: F401
-
-import engine.cpu.op  # noqa: F401
-import prefill_node.worker  # noqa: F401
-import router.api.app
-import router.processes  # noqa: F401
 import worker.build
-import worker.main
 from engine.fake import fake_spec
 from tests.chaos.gates import Gates, put_gates
 from tests.chaos.launcher import NetworkClient, put_behind, run_program

@@ -13,12 +13,10 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import parse_config
 from tests.cluster.schemas import errors
+from tests.cluster.test_deploy_files import KUBERAY
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS: dict[str, dict[str, Any]] = {
-    name: yaml.safe_load((ROOT / "deploy" / name).read_text())
-    for name in ("kuberay.yaml", "kuberay-gpu.yaml")
-}
+MANIFESTS: dict[str, dict[str, Any]] = {file.name: yaml.safe_load(file.read_text()) for file in KUBERAY}
 VERSIONS = ("1.5.1", "1.7.0")
 
 

@@ -25,6 +25,7 @@ import router.admin_listener
 import router.api.app
 import router.directory.server
 import router.processes
+import worker.main
 
 get_checkpoint_conversion_mapping("qwen3")
 gc.collect()

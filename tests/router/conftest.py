@@ -67,12 +67,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def router_options(model: Path, /, **changes: object) -> dict[str, object]:
+    """Options of a router on free ports."""
+    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
+    return {**base, **changes}
+
+
+def refused(directory: Path, options: dict[str, object]) -> str:
+    """The one line that a router says which ends by itself."""
+    told = Child("router", options, directory).refusal()
+    assert told.count("\n") == 1
+    return told
+
+
 def start_router(directory: Path, model: Path, /, processes: int = 1, **options: object) -> RouterProcess:
     """A router on a free port."""
-    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    given = {**base, "prefill_on_decode_tokens": 0, **options}
+    given = router_options(model, **{"prefill_on_decode_tokens": 0, **options})
     child = Child("router", given, directory, arguments=("--processes", str(processes)))
     ready = child.wait_ready()
+    assert ready["ready"] is True
     clients = (httpx.Client(base_url=ready[name], timeout=20.0) for name in ("http", "admin"))
     return RouterProcess(child, ready["http"], ready["mailbox"], *clients)
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.harness.processes import Child
-from tests.router.conftest import wait_until
+from tests.router.conftest import refused, router_options, wait_until
 
 pytestmark = pytest.mark.slow
 ADMIN_KEY = "an admin key of some length"
@@ -89,11 +89,8 @@ class Served(NamedTuple):
 
 
 def options(directory: Path, model: Path, **changes: object) -> dict[str, object]:
-    base = {
-        "model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0",
-        "tls_cert": str(directory / "cert.pem"), "tls_key": str(directory / "key.pem"),
-    }  # fmt: skip
-    return {**base, **changes}
+    certificate = {"tls_cert": str(directory / "cert.pem"), "tls_key": str(directory / "key.pem")}
+    return router_options(model, **{**certificate, **changes})
 
 
 @pytest.fixture(params=[1, 2])
@@ -144,6 +141,4 @@ def test_a_certificate_that_cannot_be_used_ends_with_code_2(tmp_path: Path, mode
         given, words = options(tmp_path, model), "tls_cert: "
     else:
         given, words = options(tmp_path, model, tls_key=None), "tls_cert and tls_key are given together"
-    told = Child("router", given, tmp_path).refusal()
-    assert told.count("\n") == 1
-    assert words in told
+    assert words in refused(tmp_path, given)

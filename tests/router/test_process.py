@@ -24,8 +24,7 @@ from router import __main__ as router_main
 from router.api.app import build_app
 from router.options import RouterOptions
 from router.service import Router
-from tests.harness.processes import Child
-from tests.router.conftest import ROOT, RouterProcess
+from tests.router.conftest import ROOT, RouterProcess, refused, router_options
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +37,9 @@ runpy.run_module("router", run_name="__main__")
 """
 
 
-def options(model_dir: Path, **changes: object) -> dict[str, object]:
-    base = {"model": str(model_dir), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    return {**base, **changes}
-
-
 def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "options.json"
-    path.write_text(json.dumps(options(model)))
+    path.write_text(json.dumps(router_options(model)))
     process = subprocess.Popen(
         [sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -63,16 +57,10 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path, model: Path) -
     assert not modules & {"torch", "transformers", "ray", "starlette"}
 
 
-def refused(tmp_path: Path, model_dir: Path, **changes: object) -> str:
-    told = Child("router", options(model_dir, **changes), tmp_path).refusal()
-    assert told.count("\n") == 1
-    return told
-
-
 def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(tmp_path, model, port=port)
+        said = refused(tmp_path, router_options(model, port=port))
     assert f"port: 127.0.0.1:{port} is in use; choose another" in said
 
 
@@ -89,7 +77,7 @@ def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
 def test_options_that_cannot_work(
     tmp_path: Path, model: Path, changes: dict[str, object], words: str
 ) -> None:
-    assert words in refused(tmp_path, model, **changes)
+    assert words in refused(tmp_path, router_options(model, **changes))
 
 
 def test_mounted_in_another_application(model: Path) -> None:

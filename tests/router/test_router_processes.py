@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
+from tests.router.conftest import ROOT, RouterProcess, router_options, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import SseEvent, sse_events
 from wire.codec import pack_tokens
@@ -244,11 +244,7 @@ def test_no_process_outlives_its_supervisor(start: Start) -> None:
 
 def test_what_is_wrong_with_the_options_is_said_once_per_process(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "options.json"
-    path.write_text(
-        json.dumps(
-            {"model": str(tmp_path / "none"), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-        )
-    )
+    path.write_text(json.dumps(router_options(tmp_path / "none")))
     command = [sys.executable, "-m", "router", "--options", str(path), "--processes", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert ended.returncode == 2

@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.harness.processes import Child
-from tests.router.conftest import RouterProcess, start_router, wait_until
+from tests.router.conftest import RouterProcess, refused, router_options, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from wire.records import Role
 
@@ -187,17 +186,11 @@ def test_a_new_key_holds_without_a_restart(tmp_path: Path, model: Path) -> None:
 def test_what_would_leave_the_door_open_ends_with_code_2(
     tmp_path: Path, model: Path, options: dict[str, object], words: str
 ) -> None:
-    assert words in refused(tmp_path, model, options)
+    assert words in refused(tmp_path, router_options(model, **options))
 
 
 def test_a_range_without_a_free_port_ends_with_code_2(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert "admin_ports: no port of 127.0.0.1 is free" in refused(tmp_path, model, {"admin_ports": port})
-
-
-def refused(tmp_path: Path, model: Path, options: dict[str, object]) -> str:
-    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
-    told = Child("router", {**base, **options}, tmp_path).refusal()
-    assert told.count("\n") == 1
-    return told
+        said = refused(tmp_path, router_options(model, admin_ports=port))
+    assert "admin_ports: no port of 127.0.0.1 is free" in said

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.router.api.test_doors_admin import bearer, refused
+from tests.router.api.test_doors_admin import bearer
 from tests.router.api.test_doors_limits import connect, read_error
-from tests.router.conftest import RouterProcess, start_router, wait_until
+from tests.router.conftest import RouterProcess, refused, router_options, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from wire.messages.rooms import Decode
 from wire.records import Role
@@ -200,6 +200,6 @@ def test_keys_that_cannot_work_end_with_code_2_and_are_not_quoted(
 ) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
-    said = refused(tmp_path, model, {"api_keys_file": str(file)})
+    said = refused(tmp_path, router_options(model, api_keys_file=str(file)))
     assert words in said
     assert "secret" not in said.removeprefix("router: api_keys_file: ")
