@@ -3,9 +3,10 @@
 Shape M, bfloat16, context 512, real scheduler steps, sampler included, on each instruction set
 of this machine.
 
-decode floor    (all weight bytes once + KV bytes of the batch) / best read bandwidth of the same threads over
-                1 GiB of huge pages, right before and after the steps: on a shared machine it changes by a
-                factor of two within seconds
+decode floor    (2 bytes of each weight once + KV bytes of the batch) / best read bandwidth of the same
+                threads over 1 GiB of huge pages, right before and after the steps: on a shared machine it
+                changes by a factor of two within seconds. Coded weights, which `weight_dtype: auto` chooses
+                for some instruction sets, have 1.53 bytes: a step may take less time than that
 prefill floor   (2 x parameters of products x 512 + attention FLOPs + one row of logits; of the last layer
                 K and V of all tokens, and all else of one) / best bfloat16 GEMM rate at M=512: of our kernel
                 with that instruction set; for the best one, of torch too, where the CPU multiplies bfloat16
@@ -13,6 +14,8 @@ prefill floor   (2 x parameters of products x 512 + attention FLOPs + one row of
 mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step that does both
 int8_decode_b1, int8_decode_b8, int8_prefill_512
                 not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
+coded_decode_b1, coded_decode_b8, coded_prefill_512
+                the same of coded weights, on instruction sets that use them
 
 `values.<isa>`: floor time / our time, medians of alternate measurements, and tokens per second.
 `ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, `avx512_vnni_decode_b1`, ...:
@@ -27,6 +30,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,14 +40,15 @@ import torch
 from bench.common import alternate, argument_parser, medians, print_result, seconds
 from bench.engine_rig import EngineRig
 from bench.make_model import make_model
-from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.linear import CODING_ISAS, PackedLinear, Packer, check_packable
 from engine.cpu.op import KernelsUnavailable, kernels, machine_isas, set_isa
 from kvcache.buffers import allocate_private
 
 CONTEXT = 512
 BATCHES = (1, 8, 16)
-INT8 = ("decode_b1", "decode_b8", "prefill_512")
-RATIOS = ("decode_b1", "decode_b8", "prefill_512", "mixed", *(f"int8_{name}" for name in INT8))
+COMPARED = ("decode_b1", "decode_b8", "prefill_512")
+OTHERS = ("int8", "coded")
+RATIOS = (*COMPARED, "mixed", *(f"{other}_{name}" for other in OTHERS for name in COMPARED))
 MULTIPLIES_BF16 = ("avx512_bf16", "amx")
 DECODE_STEPS = 24
 READ_BYTES = 1 << 30
@@ -137,7 +142,7 @@ class GemmRate:
             kinds: list[Any] = [linear] if with_torch else []
             with suppress(KernelsUnavailable):  # torch alone sets the floor then
                 check_packable()
-                kinds.append(PackedLinear(linear))
+                kinds.append(PackedLinear(linear, packer=Packer("bfloat16")))
             self._products.append((kinds, torch.randn(CONTEXT, inputs).bfloat16()))
 
     @torch.inference_mode()
@@ -203,16 +208,38 @@ def main() -> None:
         directory = options.model or Path(scratch)
         make_model(directory)
         isas = options.isa or instruction_sets()
-        with ExitStack() as rigs:
-            rig = rigs.enter_context(EngineRig(str(directory), options.threads))
-            rounded = None
-            if isas != ["torch"]:
-                rounded = rigs.enter_context(EngineRig(str(directory), options.threads, weight_dtype="int8"))
-            run(rig, rounded, isas, options.rounds, options.json)
+        with ExitStack() as stack:
+            rigs = load(stack, str(directory), options.threads, isas)
+            run(rigs, isas, options.rounds, options.json)
             if options.profile:
                 if isas != ["torch"]:
                     set_isa(isas[0])
-                sys.stderr.write(rig.profile(CONTEXT))
+                sys.stderr.write(rigs.of(isas[0]).profile(CONTEXT))
+
+
+@dataclass(frozen=True)
+class Rigs:
+    """Shape M with weights in bfloat16, coded, and in int8. None: no instruction set has it."""
+
+    plain: EngineRig
+    coded: EngineRig | None
+    int8: EngineRig | None
+
+    def of(self, isa: str) -> EngineRig:
+        """With the weights that `weight_dtype: auto` chooses."""
+        return self.coded if self.coded is not None and isa in CODING_ISAS else self.plain
+
+
+def load(stack: ExitStack, directory: str, threads: int, isas: list[str]) -> Rigs:
+    """Load what these instruction sets need."""
+    plain = stack.enter_context(EngineRig(directory, threads, weight_dtype="bfloat16"))
+    if isas == ["torch"]:
+        return Rigs(plain, None, None)
+    coded = None
+    if coding := [isa for isa in isas if isa in CODING_ISAS]:
+        set_isa(coding[0])
+        coded = stack.enter_context(EngineRig(directory, threads))
+    return Rigs(plain, coded, stack.enter_context(EngineRig(directory, threads, weight_dtype="int8")))
 
 
 def instruction_sets() -> list[str]:
@@ -226,9 +253,8 @@ def instruction_sets() -> list[str]:
 class OfIsa:
     """What is measured of one instruction set."""
 
-    def __init__(
-        self, rig: EngineRig, rounded: EngineRig | None, read: ReadBandwidth, isa: str, with_torch: bool
-    ) -> None:
+    def __init__(self, rigs: Rigs, read: ReadBandwidth, isa: str, with_torch: bool) -> None:
+        rig = rigs.of(isa)
         self._isa = isa
         self._config = rig.hf_config
         chosen = None if isa == "torch" else isa
@@ -242,10 +268,11 @@ class OfIsa:
             "prefill_512": partial(rig.prefill, CONTEXT),
             "mixed": partial(rig.mixed_step, CONTEXT, CONTEXT),
         }
-        if rounded is not None:
-            for batch in (1, 8):
-                sides[f"int8_decode_b{batch}"] = DecodeStep(rounded, batch, chosen)
-            sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
+        for name, other in (("int8", rigs.int8), ("plain", rigs.plain if rig is rigs.coded else None)):
+            if other is not None:
+                for batch in (1, 8):
+                    sides[f"{name}_decode_b{batch}"] = DecodeStep(other, batch, chosen)
+                sides[f"{name}_prefill_512"] = partial(other.prefill, CONTEXT)
         self._names = tuple(sides)
         self.sides = {f"{isa} {name}": self._on(side) for name, side in sides.items()}
 
@@ -262,12 +289,17 @@ class OfIsa:
         side = {name: measured[f"{self._isa} {name}"] for name in self._names}
         prefill = prefill_flops(self._config) / side["gemm"]
         mixed = decode_bytes(self._config, 1) / measured["read"] + prefill
-        int8 = {f"int8_{name}": side[name] / side[f"int8_{name}"] for name in INT8 if f"int8_{name}" in side}
+        plain = {name: side.get(f"plain_{name}", side[name]) for name in COMPARED}
+        others: dict[str, float] = {}
+        if "int8_decode_b1" in side:
+            others |= {f"int8_{name}": plain[name] / side[f"int8_{name}"] for name in COMPARED}
+        if "plain_decode_b1" in side:
+            others |= {f"coded_{name}": plain[name] / side[name] for name in COMPARED}
         ratios = {
             **{f"decode_b{batch}": statistics.median(step.of_floor) for batch, step in self._decode.items()},
             "prefill_512": prefill / side["prefill_512"],
             "mixed": mixed / side["mixed"],
-            **int8,
+            **others,
         }
         return {
             **{name: round(ratio, 3) for name, ratio in ratios.items()},
@@ -277,12 +309,11 @@ class OfIsa:
         }
 
 
-def run(rig: EngineRig, rounded: EngineRig | None, isas: list[str], rounds: int, as_json: bool) -> None:
-    """Measure, and print the result. `rounded`: the model with int8 weights."""
+def run(rigs: Rigs, isas: list[str], rounds: int, as_json: bool) -> None:
+    """Measure, and print the result."""
     read = ReadBandwidth()
     of_isa = {
-        isa: OfIsa(rig, rounded, read, isa, isa == isas[0] and isa in (*MULTIPLIES_BF16, "torch"))
-        for isa in isas
+        isa: OfIsa(rigs, read, isa, isa == isas[0] and isa in (*MULTIPLIES_BF16, "torch")) for isa in isas
     }
     sides: dict[str, Callable[[], float]] = {"read": read}
     for one in of_isa.values():

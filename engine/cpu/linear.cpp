@@ -111,23 +111,23 @@ void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t gr
   baton::parallel(threads, body);
 }
 
-// Copies outputs of a pack, [count, k]. A pack of int8 has scales, and its weights are rounded to bfloat16. Not for packs
-// that are expanded.
-void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_t* outputs, int64_t count, bf16* out,
-                  int threads) {
-  const baton::PackFormat format = scales == nullptr ? baton::kBFloat16Pack : baton::kInt8Pack;
+// Copies outputs of a pack, [count, k]; weights of int8 are rounded to bfloat16. Not for packs in a checkpoint's format.
+void baton_unpack(const baton::Weights* weights, int64_t k, const int64_t* outputs, int64_t count, bf16* out, int threads) {
   auto body = [&](baton::Team& team) {
     int64_t first, last;
     team.split(count, first, last);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t group = outputs[i] / kGroup, o = outputs[i] % kGroup;
-      const baton::Weights weights = baton::Weights{pack, scales, format}.from_group(group, k);
-      if (scales != nullptr) {
-        baton::unpack_int8(static_cast<const uint8_t*>(weights.pack), k, o, weights.scales[o], out + i * k);
-        continue;
+      const int64_t o = outputs[i] % kGroup;
+      const baton::Weights group = weights->from_group(outputs[i] / kGroup, k);
+      const uint8_t* bytes = static_cast<const uint8_t*>(group.pack);
+      if (group.format == baton::kInt8Pack) {
+        baton::unpack_int8(bytes, k, o, group.scales[o], out + i * k);
+      } else if (group.format == baton::kCodedPack) {
+        baton::unpack_coded(bytes, k, o, out + i * k);
+      } else {
+        const bf16* pairs = static_cast<const bf16*>(group.pack) + 2 * o;
+        for (int64_t d = 0; d < k; d += 2) std::memcpy(out + i * k + d, pairs + d * kGroup, 2 * sizeof(bf16));
       }
-      const bf16* pairs = static_cast<const bf16*>(weights.pack) + 2 * o;
-      for (int64_t d = 0; d < k; d += 2) std::memcpy(out + i * k + d, pairs + d * kGroup, 2 * sizeof(bf16));
     }
   };
   baton::parallel(baton::threads_worth(threads, count, count * k, kUnpackedAlone), body);

@@ -1,5 +1,5 @@
-// Matrix products with weights packed once at load: as bfloat16, as int8 with a scale for each output (linear_int8.h), or
-// in the 8 or 4 bits of a checkpoint (linear_expanded.h).
+// Matrix products with weights packed once at load: as bfloat16, as bfloat16 whose exponents are coded (linear_coded.h), as int8
+// with a scale for each output (linear_int8.h), or in the 8 or 4 bits of a checkpoint (linear_expanded.h).
 //
 // The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
 // the operand of one AVX512-BF16 dot product, and a shift and a mask make floats of it where there is none;
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "linear_coded.h"
 #include "linear_expanded.h"
 #include "linear_int8.h"
 #include "numeric.h"
@@ -72,6 +73,7 @@ enum PackFormat : int32_t {
   kMxfp4Pack = 3,
   kInt4By128Pack = 4,  // 128 inputs share a factor
   kInt4By32Pack = 5,
+  kCodedPack = 6,  // of bfloat16
 };
 
 // The bytes of a group of outputs.
@@ -82,6 +84,7 @@ inline int64_t group_bytes(PackFormat format, int64_t k) {
     case kMxfp4Pack: return blocks_of(k) * kMxfp4BlockBytes;
     case kInt4By128Pack: return blocks_of(k) * int4_block_bytes(128);
     case kInt4By32Pack: return blocks_of(k) * int4_block_bytes(32);
+    case kCodedPack: return blocks_of(k) * kCodedBlockBytes;
     default: return kGroup * 2 * k;
   }
 }
@@ -166,18 +169,32 @@ inline Ahead next_unit(const Weights& weights, int64_t k, int groups, int64_t ro
 // each finished block of float32 sums while it is in the cache. There is no barrier: one comes before the next product.
 template <typename Done>
 void matmul(Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
-  const bool int8 = weights.format == kInt8Pack, expanded = weights.format > kInt8Pack;
+  const bool int8 = weights.format == kInt8Pack, coded = weights.format == kCodedPack;
+  const bool expanded = weights.format > kInt8Pack && !coded;
   const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
   a.sums = input_sums(a, m, k, weights.format);
   const GemmInt8 gemm_int8 = gemm_int8_for(m);
   const Gemm gemm = gemm_for();
   const GemmExpanded gemm_expanded = gemm_expanded_for();
+  const GemmCoded gemm_coded = coded ? gemm_coded_for() : nullptr;
   const int64_t panel = panel_rows(m, int8 ? k : 2 * k), ldc = kUnit * kGroup;
   alignas(64) float c[kPanelRows * kUnit * kGroup];
   auto compute = [&](int64_t start, int64_t end, int64_t first, int64_t last) {  // rows and groups, from and to
     for (int64_t group = first; group < last; group += kUnit) {
       const int count = static_cast<int>(std::min<int64_t>(last - group, kUnit));
       const Weights unit = weights.from_group(group, k), next = weights.from_group(group + count, k);
+      int64_t row = start;
+      const bf16* lines = static_cast<const bf16*>(unit.pack);
+      if (gemm_coded != nullptr) {
+        row = std::min<int64_t>(end, start + kCodedRows);
+        bf16* kept = row < end ? line_memory(count * kGroup * k) : nullptr;
+        gemm_coded({a.data + start * a.stride, a.stride, false}, row - start, unit, k, count, c, ldc, kept);
+        if (m <= kFewRows) prefetch_after(next);
+        done(c, ldc, start, static_cast<int>(row - start), group, count);
+        lines = kept;
+      } else if (coded) {
+        lines = decoded(unit, k, count);
+      }
       if (a.tiled || expanded) {
         const Input rows = a.from_row(start);
         if (expanded) gemm_expanded(rows, end - start, unit, k, count, c);
@@ -188,13 +205,13 @@ void matmul(Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t 
         done(c, ldc, start, static_cast<int>(end - start), group, count);
         continue;
       }
-      for (int64_t row = start; row < end; row += kRowBlock) {
+      for (; row < end; row += kRowBlock) {
         const int rows = static_cast<int>(std::min<int64_t>(end - row, kRowBlock));
         if (int8) {
           gemm_int8(rounded.block(row), static_cast<const uint8_t*>(unit.pack), padded_inputs(k), count, c, ldc);
           scale_columns(c, ldc, rows, count * kGroup, unit.scales);
         } else {
-          gemm(a.data + row * a.stride, a.stride, rows, static_cast<const bf16*>(unit.pack), k, k, count, c, ldc);
+          gemm(a.data + row * a.stride, a.stride, rows, lines, k, k, count, c, ldc);
         }
         if (m <= kFewRows) prefetch_after(next);
         done(c, ldc, row, rows, group, count);

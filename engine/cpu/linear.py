@@ -22,6 +22,11 @@ GROUP = 16
 """The number of outputs in one line of a pack."""
 BLOCK_INPUTS = 128
 """The inputs that share a scale in a pack of fp8 (linear_expanded.h: kBlockInputs)."""
+CODING_ISAS = ("avx512_vnni", "avx512_bf16")
+"""The instruction sets for which weights of bfloat16 are coded: few rows gain, and many lose nothing.
+
+AVX2 decodes a block in memory first, and loses. With AMX it has not been measured.
+"""
 
 
 def check_packable() -> None:
@@ -36,7 +41,10 @@ def packable(weight: torch.Tensor) -> bool:
 
 
 class PackFormat(enum.IntEnum):
-    """What a pack holds, by the kernels' numbers (linear.h: PackFormat)."""
+    """What a pack holds, by the kernels' numbers (linear.h: PackFormat).
+
+    CODED_BFLOAT16 has the bits of BFLOAT16, in 12.25 bits a weight (linear_coded.h).
+    """
 
     BFLOAT16 = 0
     INT8 = 1
@@ -44,12 +52,18 @@ class PackFormat(enum.IntEnum):
     MXFP4 = 3
     INT4_BY_128 = 4
     INT4_BY_32 = 5
+    CODED_BFLOAT16 = 6
 
     @property
     def of_checkpoint(self) -> str | None:
         """The name of the checkpoints' format, if this is one."""
         name = self.name.lower().partition("_")[0]
-        return name if self >= PackFormat.FP8 else None
+        return name if PackFormat.FP8 <= self < PackFormat.CODED_BFLOAT16 else None
+
+    def group_bytes(self, inputs: int) -> int:
+        """The bytes of GROUP outputs."""
+        size: int = kernels().baton_group_bytes(self, inputs)
+        return size
 
 
 _INT4_INPUTS = {PackFormat.INT4_BY_128: 128, PackFormat.INT4_BY_32: 32}
@@ -97,7 +111,8 @@ class Pack:
     """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own.
 
     INT8 has a float32 scale for each output (symmetric), and its products round their left side, too
-    (linear_int8.h). Others hold what a checkpoint stored (linear_expanded.h).
+    (linear_int8.h). All others have each bit of a weight: of bfloat16, or as a checkpoint stored it
+    (linear_expanded.h).
     """
 
     def __init__(self, rows: int, inputs: int, form: PackFormat = PackFormat.BFLOAT16) -> None:
@@ -105,7 +120,7 @@ class Pack:
         self.inputs = inputs
         self.form = form
         groups = -(-rows // GROUP)
-        self._group_bytes = kernels().baton_group_bytes(form, inputs)
+        self._group_bytes = form.group_bytes(inputs)
         self._buffer = allocate_private(groups * self._group_bytes)
         self._scales = torch.empty(groups * GROUP) if form is PackFormat.INT8 else None
 
@@ -131,6 +146,8 @@ class Pack:
             return self._put_stored(matrix.stored, to)
         source = matrix.weight.detach().contiguous()
         shape = (source.data_ptr(), outputs, inputs)
+        if self.form is PackFormat.CODED_BFLOAT16:
+            return bool(kernels().baton_pack_coded(*shape, self.address, *to))
         if self._scales is None:
             kernels().baton_pack(*shape, self.address, *to)
         else:
@@ -167,12 +184,12 @@ class Pack:
         """The weights of outputs [n], int64, as bfloat16 [n, inputs]. Raises IndexError."""
         if any(not 0 <= output < self.rows for output in outputs.tolist()):
             raise IndexError(f"the outputs are 0 to {self.rows - 1}")
-        assert self.form in (PackFormat.BFLOAT16, PackFormat.INT8)
+        assert self.form.of_checkpoint is None
         outputs = outputs.contiguous()
         out = torch.empty(len(outputs), self.inputs, dtype=torch.bfloat16)
         weights = self.weights()
         kernels().baton_unpack(
-            *(weights.pack, weights.scales, self.inputs, outputs.data_ptr(), len(outputs), out.data_ptr()),
+            *(ctypes.byref(weights), self.inputs, outputs.data_ptr(), len(outputs), out.data_ptr()),
             kernel_threads(),
         )
         return out
@@ -220,7 +237,7 @@ class Packer:
 
     def pack(self, rows: int, inputs: int, matrices: Sequence[Matrix]) -> Pack:
         """A pack of `rows` outputs with these matrices."""
-        pack = Pack(rows, inputs, self._form(matrices))
+        pack = Pack(rows, inputs, self._form(inputs, matrices))
         if not all(pack.put(matrix) for matrix in matrices):
             pack = Pack(rows, inputs)
             for matrix in matrices:
@@ -229,13 +246,16 @@ class Packer:
             self._kept.add(pack.form.of_checkpoint)
         return pack
 
-    def _form(self, matrices: Sequence[Matrix]) -> PackFormat:
+    def _form(self, inputs: int, matrices: Sequence[Matrix]) -> PackFormat:
         if self._weight_dtype == "int8":
             return PackFormat.INT8
         forms = {matrix.form for matrix in matrices}
-        if self._weight_dtype == "bfloat16" or len(forms) > 1:
+        if self._weight_dtype == "bfloat16":
             return PackFormat.BFLOAT16
-        return forms.pop()
+        form = forms.pop() if len(forms) == 1 else PackFormat.BFLOAT16
+        if form is PackFormat.BFLOAT16 and current_isa() in CODING_ISAS:
+            return min(form, PackFormat.CODED_BFLOAT16, key=lambda form: form.group_bytes(inputs))
+        return form
 
 
 class PackedLinear(nn.Module):

@@ -80,9 +80,11 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     address, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.baton_pack.argtypes = [address, size, size, address, size, size, count]
     library.baton_pack.restype = None
+    library.baton_pack_coded.argtypes = [address, size, size, address, size, size, count]
+    library.baton_pack_coded.restype = count
     library.baton_pack_int8.argtypes = [address, size, size, address, address, size, size, count]
     library.baton_pack_int8.restype = None
-    library.baton_unpack.argtypes = [address, address, size, address, size, address, count]
+    library.baton_unpack.argtypes = [address, size, address, size, address, count]
     library.baton_unpack.restype = None
     library.baton_pack_fp8.argtypes = [address, size, address, size, size, address, size, size, count]
     library.baton_pack_fp8.restype = count

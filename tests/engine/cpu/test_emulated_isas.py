@@ -29,6 +29,7 @@ NEW = "avx512_bf16 or amx"
         pytest.param("engine/cpu/test_linear.py", NEW, id="linear"),
         pytest.param("engine/cpu/test_int8_weights.py", NEW, id="int8_weights"),
         pytest.param("engine/cpu/test_expanded_weights.py", NEW, id="expanded_weights"),
+        pytest.param("engine/cpu/test_coded_weights.py", NEW, id="coded_weights"),
         pytest.param("engine/cpu/test_attention.py", NEW, id="attention"),
         pytest.param("engine/cpu/test_quantised.py", "", id="quantised"),
         pytest.param("engine/cpu/test_decoder.py", NEW, id="decoder"),

@@ -90,7 +90,7 @@ def test_powers_that_leave_the_range_of_bfloat16_are_kept_in_bfloat16(power):
     _, stored = in_mxfp4(48, 128)
     stored.scales[5, 1] = power
     layer, linear = layer_of(stored)
-    assert layer.pack.form is PackFormat.BFLOAT16
+    assert layer.pack.form.of_checkpoint is None
     unpacked = layer.pack.unpacked(torch.arange(48))
     assert torch.equal(unpacked.view(torch.int16), linear.weight.dequantised().view(torch.int16))
 
@@ -101,7 +101,7 @@ def test_numbers_that_are_nan_are_kept_in_bfloat16(code):
     _, stored = in_fp8(48, 128, (16, 128))
     stored.numbers.view(torch.uint8)[5, 7] = code
     layer, _ = layer_of(stored)
-    assert layer.pack.form is PackFormat.BFLOAT16
+    assert layer.pack.form.of_checkpoint is None
     sums = layer(torch.ones(1, 128).bfloat16())[0]
     assert sums.isnan().nonzero().flatten().tolist() == [5]
 
@@ -113,7 +113,7 @@ def test_int4_without_neighbouring_groups_and_8_bits_are_kept_in_bfloat16():
     eight_bits = replace(stored, codes=torch.randint(0, 256, (48, 128), dtype=torch.uint8), bits=8)
     for each in (shuffled, eight_bits, in_int4(48, 96, 48)[1]):
         layer, linear = layer_of(each)
-        assert layer.pack.form is PackFormat.BFLOAT16
+        assert layer.pack.form.of_checkpoint is None
         assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight.dequantised())
 
 
@@ -123,7 +123,7 @@ def test_a_matrix_that_must_be_widened_widens_those_beside_it():
     stored[1].numbers.view(torch.uint8)[3, 3] = 0x7F
     weights = [StoredTensor([[each]], torch.bfloat16, experts=False) for each in stored]
     pack = Packer().pack(64, 128, [Matrix(weight, 2 * i) for i, weight in enumerate(weights)])
-    assert pack.form is PackFormat.BFLOAT16
+    assert pack.form.of_checkpoint is None
     unpacked = torch.cat([weight.dequantised() for weight in weights])
     torch.testing.assert_close(pack.unpacked(torch.arange(64)), unpacked, rtol=0, atol=0, equal_nan=True)
 
@@ -132,7 +132,7 @@ def test_numbers_in_int8_are_kept_in_bfloat16():
     torch.manual_seed(0)
     numbers = torch.randint(-128, 128, (48, 128), dtype=torch.int8)
     layer, linear = layer_of(ScaledMatrix(numbers, torch.rand(48, 1), (1, 128)))
-    assert layer.pack.form is PackFormat.BFLOAT16
+    assert layer.pack.form.of_checkpoint is None
     assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight.dequantised())
 
 
@@ -141,7 +141,7 @@ def test_matrices_of_two_formats_are_kept_in_bfloat16():
     stored = [in_fp8(32, 128, None)[1], in_mxfp4(32, 128)[1]]
     weights = [StoredTensor([[each]], torch.bfloat16, experts=False) for each in stored]
     pack = Packer().pack(64, 128, [Matrix(weight, 2 * i) for i, weight in enumerate(weights)])
-    assert pack.form is PackFormat.BFLOAT16
+    assert pack.form.of_checkpoint is None
     assert torch.equal(
         pack.unpacked(torch.arange(64)), torch.cat([weight.dequantised() for weight in weights])
     )
@@ -168,7 +168,7 @@ def test_what_is_not_finite_stays_so(value, rows, isa):
 def test_blocks_that_cut_what_shares_a_scale_are_kept_in_bfloat16():
     _, stored = in_fp8(48, 256, (16, 96))
     layer, _ = layer_of(stored)
-    assert layer.pack.form is PackFormat.BFLOAT16
+    assert layer.pack.form.of_checkpoint is None
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
 
 
-def make_experts(dtype, inner=32, family="qwen3_moe"):
+def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
     torch.manual_seed(0)
     if family == "gpt_oss":  # a limit that a third of the values exceed
         config = GptOssConfig(
-            hidden_size=64,
+            hidden_size=hidden,
             intermediate_size=inner,
             num_local_experts=5,
             num_experts_per_tok=2,
@@ -33,7 +33,7 @@ def make_experts(dtype, inner=32, family="qwen3_moe"):
         kind = GptOssExperts
     else:
         config = Qwen3MoeConfig(
-            hidden_size=64, moe_intermediate_size=inner, num_experts=5, num_experts_per_tok=2
+            hidden_size=hidden, moe_intermediate_size=inner, num_experts=5, num_experts_per_tok=2
         )
         kind = Qwen3MoeExperts
     config._experts_implementation = "eager"
