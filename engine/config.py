@@ -22,9 +22,7 @@ class EngineConfig:
 
     model: str  # a directory with config.json and safetensors, or a hub id
     dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
-    weight_dtype: str = (
-        "auto"  # of linear layers. "auto": as stored, bfloat16 coded; "int8": rounded at load
-    )
+    weight_dtype: str = "auto"  # of linear layers. "auto": as stored, bfloat16 coded; "int8": rounded at load
     kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
     generation_config: str = "auto"  # a folder that lists the end tokens; "auto", "vllm": `model` does
     device: str = "cpu"  # a torch device
