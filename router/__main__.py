@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import errno
 import json
+import os
 import signal
 import socket
 import sys
@@ -40,12 +41,18 @@ class _Server(HttpServer):
     """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
     def __init__(
-        self, config: HttpConfig, ready_line: str, on_exit: Callable[[], None], works: Callable[[], bool]
+        self,
+        config: HttpConfig,
+        ready_line: str,
+        on_exit: Callable[[], None],
+        works: Callable[[], bool],
+        stdout: int | None,
     ) -> None:
         """`on_exit` is called when the server is to end. Connections have a grace period to end after it.
-        It ends when `works` is false."""
+        It ends when `works` is false. `stdout`: the descriptor that takes stdout's place after the line."""
         super().__init__(config)
         self._ready_line = ready_line
+        self._stdout = stdout
         self._on_exit = on_exit
         self._works = works
 
@@ -73,6 +80,9 @@ class _Server(HttpServer):
         await super().startup(sockets)
         sys.stdout.write(self._ready_line + "\n")
         sys.stdout.flush()
+        if self._stdout is not None:
+            os.dup2(self._stdout, sys.stdout.fileno())
+            os.close(self._stdout)
 
 
 def main() -> None:
@@ -81,7 +91,7 @@ def main() -> None:
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the port")
     parser.add_argument(
-        "--further", nargs=4, metavar=("DIRECTORY", "PORT", "FIRST", "ADMIN"),
+        "--further", nargs=5, metavar=("DIRECTORY", "PORT", "FIRST", "ADMIN", "STDOUT"),
         help="internal: a process that --processes starts, and that ends with its stdin",
     )  # fmt: skip
     given = parser.parse_args()
@@ -174,8 +184,8 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
     """Run the only process, or one of several."""
     tls = _tls(options)
     if given.further is not None:
-        _, _, first, admin_url = given.further
-        await _serve_api(Router(options, first, admin_url), listener, tls, admin_url, sys.stdin)
+        _, _, first, admin_url, stdout = given.further
+        await _serve_api(Router(options, first, admin_url), listener, tls, admin_url, sys.stdin, int(stdout))
         return
     admin = AdminListener(options, options.interface, tls)
     try:
@@ -187,9 +197,14 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
 
 
 async def _serve_api(
-    router: Router, listener: socket.socket, tls: Tls | None, admin_url: str, until: TextIO | None = None
+    router: Router,
+    listener: socket.socket,
+    tls: Tls | None,
+    admin_url: str,
+    until: TextIO | None = None,
+    stdout: int | None = None,
 ) -> None:
-    """Serve until a signal comes, or `until` is closed. Close the router.
+    """Serve until a signal comes, or `until` is closed. Close the router. `stdout`: see `_Server`.
 
     A process with `until` ends when its router fails: another takes its place. Without one, it is better than
     none, and /health tells.
@@ -198,7 +213,7 @@ async def _serve_api(
         config = HttpConfig(build_app(router), _limits(router.options), tls)
         ready = _ready_line(url_of(listener, tls is not None), admin_url, router.mailbox_address)
         freeze_gc()
-        server = _Server(config, ready, router.interrupt, lambda: until is None or router.healthy)
+        server = _Server(config, ready, router.interrupt, lambda: until is None or router.healthy, stdout)
         if until is not None:
             asyncio.get_running_loop().add_reader(until, _end_with_stdin, server)
         await server.serve(sockets=[listener])

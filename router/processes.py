@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -44,11 +45,13 @@ class RouterProcesses:
     """Starts processes, starts those again that end, and ends them."""
 
     def __init__(self, arguments: Sequence[str], group: ProcessGroup, resume_key: str | None) -> None:
-        """`python -m router ARGUMENTS` is one of them. `group` is told of those that serve.
+        """`python -m router ARGUMENTS STDOUT` is one of them: it has this process's stdout as a descriptor,
+        for what follows its ready line. `group` is told of those that serve.
 
         `resume_key` is the first line on the stdin of each: every user of the machine can read arguments.
         """
-        self._command = [sys.executable, "-m", "router", *arguments]
+        self._stdout = os.dup(sys.stdout.fileno())
+        self._command = [sys.executable, "-m", "router", *arguments, str(self._stdout)]
         self._resume_key = resume_key or ""
         self._group = group
         self._keepers: list[asyncio.Task[None]] = []
@@ -73,7 +76,7 @@ class RouterProcesses:
             process.stdin.close()
 
     async def close(self) -> None:
-        """End them. One that does not end by itself is killed."""
+        """End them. One that does not end by itself is killed. Call it once."""
         self.ask_to_end()
         ending = [*self._running]
         ends = {asyncio.create_task(process.wait()): process for process in ending}
@@ -82,9 +85,12 @@ class RouterProcesses:
             for end in late:
                 ends[end].kill()
                 await end
+        os.close(self._stdout)
 
     async def _spawn(self) -> _Further:
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, pass_fds=(self._stdout,)
+        )
         self._running.add(process)
         assert process.stdin is not None
         assert process.stdout is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -230,6 +231,22 @@ def test_all_processes_end_their_streams_at_once(start: Start, workers: list[Fak
         for one in reading:
             last = one.result(20.0)
             assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
+    assert router.stop() == 0
+
+
+def test_what_the_processes_print_goes_to_stdout(tmp_path: Path, model: Path) -> None:
+    router = start_router(tmp_path, model, processes=2, request_log="-")
+    names = {f"request-{number}" for number in range(8)}
+    for name in names:
+        fetch(router, "/get_model_info", request_id=name)
+    stdout = router.process.stdout
+    assert stdout is not None
+    found: set[str] = set()
+    while len(found) < len(names):
+        readable, _, _ = select.select([stdout], [], [], 20.0)
+        assert readable, "the lines of some requests do not come"
+        found |= {json.loads(line)["request_id"] for line in os.read(stdout.fileno(), 65536).splitlines()}
+    assert found == names
     assert router.stop() == 0
 
 
