@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from common.descriptors import allow_descriptors
 from common.errors import ConfigError
+from router.request_parser import RequestParser
 from router.tls import Tls
 
 # Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
@@ -104,6 +105,7 @@ class BoundedHttp(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
         self._limits = config.limits
         self._refused = False
         self._in_head = False
@@ -163,6 +165,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._stop_waiting()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The end of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """A head of which a part is there must come to its end soon. Otherwise the client may be idle."""
