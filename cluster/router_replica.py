@@ -17,6 +17,7 @@ from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from cluster.role_keeper import RolePlan
 from cluster.router_config import parse_router_config
+from common.descriptors import allow_descriptors
 from common.errors import ConfigError, Unavailable
 from common.garbage import freeze_gc
 from common.host import AUTO
@@ -43,6 +44,7 @@ class RouterReplica:
         """Create or find the directory, which assigns roles by the `plans`, and start the router. `_workers`
         are only tied to the application. `keys_given`: API keys were in the environment in which it was
         built. Raises ReplicaRefused for options that cannot work."""
+        allow_descriptors()
         self._plans = plans
         self._configured = False
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)

@@ -23,6 +23,7 @@ from typing import TextIO
 import uvloop
 
 from common.arguments import ExactParser
+from common.descriptors import allow_descriptors
 from common.errors import ConfigError
 from common.garbage import freeze_gc
 from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
@@ -146,6 +147,7 @@ def _ready_line(url: str, admin_url: str, mailbox: str) -> str:
 
 async def _supervise(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> int:
     """Run `--processes`. This process keeps the port, and does not listen on it. Returns the exit code."""
+    allow_descriptors()  # all workers come to it, where it hosts the directory
     tls = _tls(options)
     admin = AdminListener(options, options.interface, tls)
     url = url_of(listener, tls is not None)

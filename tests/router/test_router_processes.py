@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -248,6 +249,23 @@ def test_what_the_processes_print_goes_to_stdout(tmp_path: Path, model: Path) ->
         found |= {json.loads(line)["request_id"] for line in os.read(stdout.fileno(), 65536).splitlines()}
     assert found == names
     assert router.stop() == 0
+
+
+def test_a_supervisor_has_descriptors_for_many_workers(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps(router_options(model)))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "router", "--options", str(path), "--processes", "2"],
+        stdout=subprocess.PIPE, cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard)),
+    )  # fmt: skip
+    with supervisor:
+        assert supervisor.stdout is not None
+        assert json.loads(supervisor.stdout.readline())["ready"]
+        allowed, _ = resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
+        supervisor.terminate()
+    assert allowed == min(hard, 65_536)
 
 
 def test_no_process_outlives_its_supervisor(start: Start) -> None:
