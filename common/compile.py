@@ -49,9 +49,9 @@ def build(sources: Sources) -> Path:
     """
     compiler = find_compiler()
     target = _cache_dir() / f"{sources.name}-{_digest(sources, compiler)}.so"
-    if target.exists():
-        return target
     try:
+        if target.exists():
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.parent / "build.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,16 +59,20 @@ def build(sources: Sources) -> Path:
                 start_log.info("compiling the library %s, once for this machine", sources.name)
                 _compile(sources, compiler, target)
     except OSError as error:
-        raise BuildError(f"{target.parent} cannot be written: {error}") from error
+        raise BuildError(f"{target.parent} cannot be used: {error}") from error
     return target
 
 
 def _cache_dir() -> Path:
-    """Where built libraries live: $BATON_CACHE_DIR, else the user's cache directory."""
+    """Where built libraries live: $BATON_CACHE_DIR, else the user's cache directory. Raises BuildError for a
+    user without one."""
     explicit = os.environ.get("BATON_CACHE_DIR")
     if explicit:
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    except RuntimeError as error:
+        raise BuildError(f"{error} Set BATON_CACHE_DIR") from error
 
 
 def find_compiler() -> str:

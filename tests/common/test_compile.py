@@ -46,7 +46,24 @@ def test_the_reason_is_in_the_error(sources: Sources, monkeypatch: pytest.Monkey
         build(sources)
 
 
-def test_a_cache_that_cannot_be_written(sources: Sources, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_used(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(BuildError, match="cannot be written"):
+    with pytest.raises(BuildError, match="cannot be used"):
+        build(sources)
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / ("x" * 300)))  # not even to be looked at
+    with pytest.raises(BuildError, match="cannot be used"):
+        build(sources)
+
+
+def test_a_user_without_a_home(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BATON_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(BuildError, match="BATON_CACHE_DIR"):
         build(sources)
