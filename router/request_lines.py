@@ -81,7 +81,11 @@ class RequestLines:
     def write(self, line: RequestLine) -> None:
         """Add a line. One that cannot be written is reported on stderr, and no request fails for it."""
         text = msgspec.json.encode(line).decode()
-        self._handler.handle(logging.LogRecord("requests", logging.INFO, "", 0, text, None, None))
+        record = logging.LogRecord("requests", logging.INFO, "", 0, text, None, None)
+        try:
+            self._handler.handle(record)
+        except OSError:  # a file that is moved away, and cannot be made anew
+            self._handler.handleError(record)
 
     def close(self) -> None:
         """Close the file."""

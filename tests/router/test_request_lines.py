@@ -41,6 +41,21 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         RequestLines(tmp_path / "nowhere" / "requests.jsonl", with_prompts=False)
 
 
+def test_a_line_that_cannot_be_written_fails_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    lines = RequestLines(folder / "requests.jsonl", with_prompts=False)
+    folder.rename(tmp_path / "old")
+    lines.write(line(0))
+    assert "FileNotFoundError" in capsys.readouterr().err
+    folder.mkdir()
+    lines.write(line(1))
+    lines.close()
+    assert json.loads((folder / "requests.jsonl").read_text())["request_id"] == "r1"
+
+
 def test_a_line_has_the_workers_of_each_epoch_and_why_each_choice_ended(model: Path) -> None:
     request = Request(model, n=2)
     request.outputs[0].on_tokens(gained(70, FinishReason.STOP), 0)
