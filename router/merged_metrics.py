@@ -11,13 +11,15 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 # Each process follows the same workers and events, and has the other processes as peers. So of these metrics
-# the greatest is right; other gauges, counters and histograms are of each process alone, and are added.
+# the greatest is right; other gauges, counters and histograms are of each process alone, and are added. Each
+# has suspicions of its own, too, but mostly of the same workers.
 _SAME_IN_EACH = frozenset(
     {
         "baton_router_workers",
         "baton_router_version_share",
         "baton_router_index_pages",
         "baton_router_peers",
+        "baton_router_suspected",
     }
 )
 _OF_WORKERS = "baton_worker_"  # so are all that begin with it

@@ -10,8 +10,9 @@ from common.errors import BatonError, ModelNotFound, Overloaded
 from common.tenant_labels import TenantLabels
 from router.events.counters import EventCounters
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
-from router.metrics import EventMetrics, LevelMetrics, RoomMetrics
+from router.metrics import EventMetrics, LevelMetrics, RoomMetrics, SuspicionMetrics
 from router.request_metrics import RequestMetrics, cause_of
+from router.suspicions import SuspicionCause, Suspicions
 from router.vllm_metrics import vllm_aliases
 from router.worker_metrics import WorkerMetrics
 from tests.router.directory.test_directory import record
@@ -93,6 +94,10 @@ class Process:
         self.requests, self.rooms = RequestMetrics(self.registry), RoomMetrics(self.registry)
         records = [record(str(number)) for number in range(workers)]
         LevelMetrics(self.registry, range(rooms), (), (), range(700), (), lambda: records)
+        suspicions = Suspicions(lambda *_: None, lambda _: None)
+        for one in records[:1]:
+            suspicions.suspect(one, SuspicionCause.SILENT, 0.0)
+        SuspicionMetrics(self.registry, suspicions)
 
 
 def test_several_processes_are_measured_as_one() -> None:
@@ -114,6 +119,7 @@ def test_several_processes_are_measured_as_one() -> None:
     assert seen["baton_router_rooms"] == 7
     assert seen['baton_router_workers{role="prefill"}'] == 3  # the same in each
     assert seen["baton_router_index_pages"] == 700
+    assert seen["baton_router_suspected"] == 1
     names = [line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
 
