@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from wire.numbers import Natural, Quantity, Signed
+from wire.numbers import Natural, Positive, Quantity, Signed
 
 
 class Role(StrEnum):
@@ -31,7 +31,7 @@ class GroupLayout(msgspec.Struct, frozen=True):
     shape: tuple[Natural, ...]
     dtype: str
     tile_order: str
-    page_size: Natural
+    page_size: Positive
     page_bytes: Natural
 
 
@@ -132,7 +132,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     replay: str  # ROUTER address that replays them
     model: str  # served model name
     fingerprint: str  # digest of the weights and their dtype: only workers with equal ones exchange pages
-    groups: tuple[GroupLayout, ...]
+    groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(min_length=1)]  # the primary one first
     max_context_tokens: Natural  # longest prompt + output
     total_tokens: Natural  # KV capacity of the primary group
     max_running_requests: Natural

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from common.errors import WireError
+from tests.router.directory.test_directory import record
 from wire.codec import decode, encode
-from wire.messages.directory import Announced
+from wire.messages.directory import Announce, Announced
 from wire.messages.rooms import Ack, Rejected, RejectKind, Resend
 
 LARGEST = 2**63 - 1
@@ -42,3 +43,13 @@ def test_the_largest_numbers_can_be_sent_on_with_something_added() -> None:
     assert decode(encode(Announced("w", LARGEST, 0.0))) == Announced("w", LARGEST, 0.0)
     rejected = Rejected(1, 0, RejectKind.FAILED, "", retry_after_s=3.5)
     assert decode(encode(rejected)) == rejected
+
+
+def test_a_record_without_pages_is_refused() -> None:
+    """Routers take the page size of its first group, and divide by it."""
+    announced = msgspec.to_builtins(Announce(record()))
+    groups = announced["record"]["groups"]
+    assert isinstance(decode(sent(**announced)), Announce)
+    for wrong in ([], [{**groups[0], "page_size": 0}]):
+        with pytest.raises(WireError):
+            decode(sent(**{**announced, "record": {**announced["record"], "groups": wrong}}))
