@@ -91,7 +91,8 @@ class Keys:
             bare = authorization[len(_BEARER) :]
         if bare is None:
             return None
-        digest = hashlib.sha256(bare.strip().encode("latin-1")).digest()
+        # Bytes of UTF-8 are read as characters here, and some of those count as spaces elsewhere.
+        digest = hashlib.sha256(bare.strip(" \t").encode("latin-1")).digest()
         found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return found[0] if found else None
 

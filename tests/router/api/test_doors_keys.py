@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.keys import Keys, plain_keys
 from tests.router.api.test_doors_admin import bearer
 from tests.router.api.test_doors_limits import connect, read_error
 from tests.router.conftest import RouterProcess, refused, router_options, start_router, wait_until
@@ -203,3 +204,14 @@ def test_keys_that_cannot_work_end_with_code_2_and_are_not_quoted(
     said = refused(tmp_path, router_options(model, api_keys_file=str(file)))
     assert words in said
     assert "secret" not in said.removeprefix("router: api_keys_file: ")
+
+
+def test_a_key_may_end_with_any_letter(tmp_path: Path) -> None:
+    """The last byte of some is what Latin-1 calls a space."""
+    key, path = "d\u00e9j\u00e0-vu-0123456789-d\u00e9j\u00e0", tmp_path / "keys"
+    path.write_text(f"{key}\n")
+    keys = Keys("api_keys_file", path, "", plain_keys)
+    header = f"Bearer {key} ".encode().decode("latin-1")
+    assert keys.find(header) is not None
+    assert keys.find(None, header.removeprefix("Bearer ")) is not None
+    assert keys.find(header[:-2]) is None
