@@ -49,13 +49,15 @@ class StepInputs:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._all = torch.zeros(4, size, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.rows, self.output_positions = self._all
+        # The kernel that draws tokens was loaded for output positions at a multiple of 16 bytes (load_draw).
+        # With a size of 1 only the first and the third of these are; for others Triton compiles it again.
+        self.output_positions, self.input_ids, self.positions, self.rows = self._all
 
     def fill(self, batch: ForwardBatch) -> None:
         """Copy the batch's inputs, in one copy."""
         host = np.zeros(self._all.shape, dtype=np.int64)
-        host[:3] = batch.input_ids, batch.positions, batch.rows
-        host[3, : len(batch.sampling.positions)] = batch.sampling.positions
+        host[0, : len(batch.sampling.positions)] = batch.sampling.positions
+        host[1:] = batch.input_ids, batch.positions, batch.rows
         self._all.copy_(pinned(host, self._all.device), non_blocking=True)
 
 

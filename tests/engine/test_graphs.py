@@ -18,7 +18,7 @@ from engine import graphs
 from engine.backends.decode_attention import DecodeAttention
 from engine.batch import StateSlots, WindowPages
 from engine.cuda import triton_kernels
-from engine.graphs import CudaRecorder, DecodeLimits, Outputs
+from engine.graphs import CudaRecorder, DecodeLimits, Outputs, StepInputs
 from engine.padding import is_decode, padded, padded_sizes, padding
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_pools
@@ -116,6 +116,13 @@ def test_a_model_whose_backend_reads_the_batch_on_the_host_is_not_recorded(drawn
 def test_sizes_are_powers_of_two_that_hold_the_largest_batch() -> None:
     assert padded_sizes(1) == (1,)
     assert padded_sizes(48) == (1, 2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("size", padded_sizes(8))
+def test_output_positions_lie_where_the_kernel_that_draws_was_loaded_for(size: int) -> None:
+    """Triton has other machine code for addresses that are not multiples of 16, and compiles it at first
+    use."""
+    assert StepInputs(size, torch.device("cpu")).output_positions.data_ptr() % 16 == 0
 
 
 def test_all_recorders_of_a_gpu_record_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
