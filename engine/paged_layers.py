@@ -120,6 +120,15 @@ class Recordable(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsSteps(Protocol):
+    """A backend that cannot take a step of any size."""
+
+    def check_step(self, tokens: int, sequences: int) -> None:
+        """Raises BackendUnavailable if it may refuse a step of so many new tokens and sequences."""
+        ...
+
+
 class PagedLayers:
     """A model's attention backends, one per KV group, and the backend of each layer."""
 
@@ -167,6 +176,13 @@ class PagedLayers:
             return None if backend is None else backend.fixed(sequences, context_pages)
 
         return PagedLayers(fix(self.full), fix(self.window), self._groups, fix(self.latent))
+
+    def check_step(self, tokens: int, sequences: int) -> None:
+        """Raises BackendUnavailable if a backend may refuse a step of so many new tokens and sequences."""
+        backends: tuple[object, ...] = (self.full, self.window, self.latent)
+        for backend in backends:
+            if isinstance(backend, LimitsSteps):
+                backend.check_step(tokens, sequences)
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Prepare every backend. Called once per step, before the first layer."""

@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from common.errors import ConfigError
+from engine.backends.pick import BackendUnavailable
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.graphs import DecodeLimits
@@ -101,7 +102,10 @@ def build_on_gpu(
 
         memory = build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
         runner = ModelRunner(loaded, memory.kv_caches, config)
-        _record_decode(runner, memory, memory.config.max_context_len)
+        longest = memory.config.max_context_len
+        tokens = sum(_largest_lens(options, longest))
+        _check_step(runner, min(tokens, memory.num_pages * memory.page_size), options.max_running_requests)
+        _record_decode(runner, memory, longest)
     return runner, memory
 
 
@@ -111,11 +115,7 @@ def _least_free(
     """Bytes that nobody had while the largest forward ran and decode steps were recorded, KV left out."""
     spec, page_size = loaded.spec, options.page_size
     longest = min(options.max_context_tokens or spec.max_position, spec.max_position)
-    tokens = max(min(options.chunked_prefill_size or longest, options.max_prefill_tokens), page_size)
-    if options.chunked_prefill_size is None:
-        tokens = max(tokens, longest)  # a prompt that is longer than a step is not cut
-    # Beside chunks of so many tokens, a step may have a decode row of every other request.
-    lens = largest_lens(tokens, min(tokens, longest), options.max_running_requests)
+    lens = _largest_lens(options, longest)
     total = pages_of(lens, page_size) * page_size
     small = replace(
         chosen,
@@ -128,6 +128,7 @@ def _least_free(
     )
     with build_memory(small, spec.groups) as memory:
         runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))
+        _check_step(runner, sum(lens), len(lens))
         _record_decode(runner, memory, longest)
         batches = [largest_batch(spec, lens, page_size)]
         if not runner.attention.recordable:
@@ -145,6 +146,26 @@ def _least_free(
             ) from error
         runner.close()
         return _free_without_pools(gpu, memory)
+
+
+def _largest_lens(options: WorkerOptions, longest: int) -> list[int]:
+    """New tokens of each sequence of the largest step, with contexts of at most `longest` tokens."""
+    tokens = max(min(options.chunked_prefill_size or longest, options.max_prefill_tokens), options.page_size)
+    if options.chunked_prefill_size is None:
+        tokens = max(tokens, longest)  # a prompt that is longer than a step is not cut
+    # Beside chunks of so many tokens, a step may have a decode row of every other request.
+    return largest_lens(tokens, min(tokens, longest), options.max_running_requests)
+
+
+def _check_step(runner: ModelRunner, tokens: int, sequences: int) -> None:
+    try:
+        runner.attention.check_step(tokens, sequences)
+    except BackendUnavailable as error:
+        raise ConfigError(
+            "chunked_prefill_size",
+            f"a step of {tokens} tokens in {sequences} requests is too large ({error})",
+            "set it lower, or max_prefill_tokens, or attention_backend: torch",
+        ) from error
 
 
 def _free_without_pools(gpu: Gpu, memory: Memory) -> int:

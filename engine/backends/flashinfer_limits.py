@@ -19,6 +19,9 @@ LATENT_WIDTHS = (512, 64)
 QUERY_TILE = 128
 """Rows of a tile of latent attention, each of one query and one head. Small batches have tiles of half."""
 
+MOST_WORK = 16384
+"""Pieces of work in one plan of latent attention: tiles, some of them split by the keys."""
+
 LOWEST = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 """The compute capability from which `fa2` attends in a dtype. Latents need 8.0 in both."""
 
@@ -52,6 +55,23 @@ def check_latents(pool: MLAKVCache, heads: int) -> None:
             f"FlashInfer attends to latents with heads that divide {QUERY_TILE}, not {heads}"
         )
     _check_capability(pool.device, spec.dtype, (8, 0))
+
+
+def check_latent_step(device: torch.device, heads: int, tokens: int, sequences: int) -> None:
+    """Raises BackendUnavailable if FlashInfer may not plan a step of so many new tokens and sequences.
+
+    Sequences with half a tile each, or less, have at most two small tiles on average; others have tiles of
+    QUERY_TILE, the last one of each sequence maybe with one row. Splits add at most a piece for each
+    multiprocessor (MLAPlan in its scheduler.cuh).
+    """
+    per_tile = QUERY_TILE // heads
+    tiles = max((tokens + sequences * (per_tile - 1)) // per_tile, 2 * sequences)
+    splits = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    if tiles + splits > MOST_WORK:
+        raise BackendUnavailable(
+            f"FlashInfer plans {MOST_WORK} pieces of work at once for latents; with {heads} heads this step "
+            f"may have {tiles + splits}"
+        )
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine.backends.flashinfer import BACKEND
+from engine.backends.flashinfer_limits import check_latent_step
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
@@ -57,6 +58,10 @@ class FlashInferLatentAttention:
         """This backend for recorded decode steps, as in FlashInferAttention."""
         buffers = FixedIndices.allocate(sequences, context_pages, self._device)
         return FlashInferLatentAttention(self._pool, self._heads, self._scale, self._shared, buffers)
+
+    def check_step(self, tokens: int, sequences: int) -> None:
+        """See LimitsSteps."""
+        check_latent_step(self._device, self._heads, tokens, sequences)
 
     def prepare(self, batch: ForwardBatch) -> None:
         indices = page_indices(batch, self._pool.page_size)

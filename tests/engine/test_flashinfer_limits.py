@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from engine.backends.flashinfer_limits import check_heads, check_latents
+from engine.backends.flashinfer_limits import MOST_WORK, check_heads, check_latent_step, check_latents
 from engine.backends.pick import BackendUnavailable
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
@@ -80,3 +81,58 @@ def test_a_gpu_that_is_too_old(
         return
     with pytest.raises(BackendUnavailable, match="compute capability"):
         check_heads(pool, sinks=False)
+
+
+def plan_of_latents(q_lens: list[int], kv_lens: list[int], heads: int, processors: int) -> int:
+    """The pieces of work of a plan, counted as FlashInfer does (MLAPlan in its scheduler.cuh)."""
+    tiles_of = 2 if sum(q_lens) * heads // len(q_lens) > 64 else 1
+    clusters, rows = processors // tiles_of, 64 * tiles_of
+    seen: list[int] = []
+    for q, kv in zip(q_lens, kv_lens, strict=True):
+        tiles = -(-q * heads // rows)
+        seen += [max(min(kv - q + -(-(i + 1) * rows // heads), kv), 0) for i in range(tiles - 1)] + [kv]
+    mean = max(-(-sum(seen) // clusters), 1)
+    small = next((limit for most, limit in ((8, 32), (16, 64), (32, 128), (64, 192)) if mean <= most), None)
+    limit = small or -(-mean // 256) * 256
+    return sum(max(1, -(-kv // limit)) for kv in seen)
+
+
+def passes(heads: int, tokens: int, sequences: int) -> bool:
+    try:
+        check_latent_step(torch.device("cuda"), heads, tokens, sequences)
+    except BackendUnavailable:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 64, 128])
+def test_no_step_that_passes_needs_a_larger_plan(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside decode rows, at the border of what passes."""
+    monkeypatch.setattr("engine.backends.flashinfer_limits.MOST_WORK", 600)
+    processors = 132
+
+    class Properties:
+        multi_processor_count = processors
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    rng = np.random.default_rng(heads)
+    largest, step = 0, max(1, 64 // heads)
+    for _ in range(400):
+        sequences = int(rng.choice([1, 3, 40, 230]))
+        tokens = sequences
+        while passes(heads, tokens + step, sequences):
+            tokens += step
+        shares = rng.multinomial(tokens - sequences, rng.dirichlet(np.full(sequences, rng.choice([0.02, 1]))))
+        q_lens = [1 + int(share) for share in shares]
+        before = [int(rng.choice([0, 10, 5000])) for _ in q_lens]
+        kv_lens = [q + more for q, more in zip(q_lens, before, strict=True)]
+        largest = max(largest, plan_of_latents(q_lens, kv_lens, heads, processors))
+    assert 400 < largest <= 600
+
+
+def test_the_largest_step_over_latents() -> None:
+    """With DeepSeek-V3's heads a tile is a token."""
+    check_latent_step(torch.device("cpu"), 128, MOST_WORK, 1)
+    check_latent_step(torch.device("cpu"), 16, 8 * MOST_WORK, 1)
+    with pytest.raises(BackendUnavailable, match=r"plans 16384 pieces .* may have 16385"):
+        check_latent_step(torch.device("cpu"), 128, MOST_WORK + 1, 1)

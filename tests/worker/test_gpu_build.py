@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 import worker.gpu_build
 from common.errors import ConfigError
 from common.options import parse_options
+from engine.backends.pick import BackendUnavailable
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.launch import Launched
@@ -193,6 +194,25 @@ def test_a_largest_step_that_does_not_run_names_its_key(
     monkeypatch.setattr(ModelRunner, "issue", fail)
     with pytest.raises(ConfigError, match=r"a step of 69 tokens .*does not run .*out of memory"):
         start(make_tiny("qwen3", tmp_path, 0), FakeGpu())
+
+
+@pytest.mark.parametrize("capacity", [{}, {"max_total_tokens": 320}])
+def test_a_step_that_a_backend_would_refuse_names_its_key(
+    capacity: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer says it when the step is planned: with a given capacity that would be in the middle of
+    serving."""
+
+    def refuse(_layers: PagedLayers, tokens: int, sequences: int) -> None:
+        if tokens > 68:
+            raise BackendUnavailable(f"not more than 68 for {sequences}")
+
+    monkeypatch.setattr(PagedLayers, "check_step", refuse)
+    path = make_tiny("deepseek_v3", tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"a step of 69 tokens in 6 .*more than 68") as refused:
+        start(path, FakeGpu(), **capacity)
+    assert refused.value.key == "chunked_prefill_size"
+    start(path, FakeGpu(), max_total_tokens=64)  # all of its tokens are no more than a step may have
 
 
 def test_decode_steps_that_cannot_be_recorded_name_their_key(
