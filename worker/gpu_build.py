@@ -106,6 +106,8 @@ def build_on_gpu(
         tokens = sum(_largest_lens(options, longest))
         _check_step(runner, min(tokens, memory.num_pages * memory.page_size), options.max_running_requests)
         _record_decode(runner, memory, longest)
+        if not budget.cache_info().currsize:  # nothing was measured, so no prompt has run yet
+            _run_prompt(runner, memory.page_size)
     return runner, memory
 
 
@@ -165,6 +167,17 @@ def _check_step(runner: ModelRunner, tokens: int, sequences: int) -> None:
             "chunked_prefill_size",
             f"a step of {tokens} tokens in {sequences} requests is too large ({error})",
             "set it lower, or max_prefill_tokens, or attention_backend: torch",
+        ) from error
+
+
+def _run_prompt(runner: ModelRunner, page_size: int) -> None:
+    """A short prompt in free pages. FlashInfer compiles its kernels for prompts when one first needs them,
+    which takes longer than a request's step may."""
+    try:
+        runner.launch(largest_batch(runner.spec, [2], page_size)).result(_FORWARD_TIMEOUT_S)
+    except EngineError as error:
+        raise ConfigError(
+            "attention_backend", f"a prompt does not run ({error})", "install what is missing, or use torch"
         ) from error
 
 

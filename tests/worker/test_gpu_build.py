@@ -179,10 +179,28 @@ def test_a_share_that_forwards_fill_is_refused(tmp_path: Path, monkeypatch: pyte
         start(make_tiny("qwen3", tmp_path, 0), gpu, gpu_memory_utilization=0.1)
 
 
-def test_a_given_capacity_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "page_size"), [("qwen3", 16), ("gpt_oss", 1), ("qwen3_next", 16)])
+def test_a_given_capacity_is_not_measured_but_a_prompt_runs(
+    family: str, page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer compiles kernels for it. Requests come later, and a step of theirs may not take so long."""
     gpu, watch = FakeGpu(), Watch(monkeypatch)
-    memory = start(make_tiny("qwen3", tmp_path, 0), gpu, max_total_tokens=320)
-    assert (memory.num_pages, len(watch.batches), gpu.asked) == (20, 0, 1)
+    path = make_tiny(family, tmp_path, 0)
+    slots = {"max_mamba_cache_size": 8} if family == "qwen3_next" else {}
+    memory = start(path, gpu, max_total_tokens=320, page_size=page_size, **slots)
+    assert (memory.num_pages, gpu.asked) == (320 // page_size, 1)
+    assert [batch.q_lens.tolist() for batch in watch.batches] == [[2]]
+    memory.check_memory()
+
+
+def test_a_prompt_that_does_not_run_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: ModelRunner, batch: ForwardBatch) -> None:
+        raise RuntimeError("nvcc was not found")
+
+    monkeypatch.setattr(ModelRunner, "issue", fail)
+    with pytest.raises(ConfigError, match=r"a prompt does not run .*nvcc") as refused:
+        start(make_tiny("qwen3", tmp_path, 0), FakeGpu(), max_total_tokens=320)
+    assert refused.value.key == "attention_backend"
 
 
 def test_a_largest_step_that_does_not_run_names_its_key(
