@@ -111,6 +111,23 @@ class ForwardBatch:
         return replace(self, page_table=self.window.page_table, out_slots=self.window.out_slots)
 
 
+class ReadRows:
+    """The new tokens of a batch whose hidden states are read (ForwardBatch.read_lens): for these a fused
+    decoder computes its last layer to the end."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self.count = len(batch.positions)
+        # [count] places in the pack, ascending; [S + 1] where each sequence's begin. Empty if all are read
+        self.rows = self.starts = np.zeros(0, np.int64)
+        if len(batch.sampled) == self.count:  # a decode step
+            return
+        lens, ends = batch.read_lens(), batch.starts()[1:]
+        self.starts = np.zeros(len(lens) + 1, np.int64)
+        np.cumsum(lens, out=self.starts[1:])
+        self.count = int(self.starts[-1])
+        self.rows = np.repeat(ends - self.starts[1:], lens) + np.arange(self.count)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     """What one forward sampled, in the order of `ForwardBatch.sampled`.

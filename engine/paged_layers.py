@@ -121,6 +121,13 @@ class Recordable(Protocol):
 
 
 @runtime_checkable
+class TellsReadRows(Protocol):
+    """An AttentionBackend that tells a fused decoder of the prepared batch's ReadRows."""
+
+    read_rows: torch.Tensor | None  # int64 [n], on the device; None: all rows are read
+
+
+@runtime_checkable
 class LimitsSteps(Protocol):
     """A backend that cannot take a step of any size."""
 

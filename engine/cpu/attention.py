@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.cpu.batch_arrays import BatchArrays, ReadRows
+from engine.batch import ReadRows
+from engine.cpu.batch_arrays import BatchArrays
 from engine.cpu.op import FORMATS, STORAGE, AttentionCall, KernelsUnavailable, kernels
 
 if TYPE_CHECKING:

@@ -13,21 +13,6 @@ if TYPE_CHECKING:
     from engine.batch import ForwardBatch
 
 
-class ReadRows:
-    """The new tokens of a batch whose hidden states are read, as the arrays of a DecoderCall."""
-
-    def __init__(self, batch: ForwardBatch) -> None:
-        self.count = len(batch.positions)
-        self.rows = self.starts = np.zeros(0, np.int64)  # not read if all tokens are
-        if len(batch.sampled) == self.count:  # a decode step
-            return
-        lens, ends = batch.read_lens(), batch.starts()[1:]
-        self.starts = np.zeros(len(lens) + 1, np.int64)
-        np.cumsum(lens, out=self.starts[1:])
-        self.count = int(self.starts[-1])
-        self.rows = np.repeat(ends - self.starts[1:], lens) + np.arange(self.count)
-
-
 class BatchArrays:
     """Puts the addresses of a batch's arrays into a call struct, and keeps the arrays alive meanwhile."""
 

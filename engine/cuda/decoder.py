@@ -21,7 +21,7 @@ from engine.cuda.limits import HEAD_DIMS
 from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
-from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
+from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers, TellsReadRows
 
 MODELS = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
@@ -60,6 +60,7 @@ class FlashInferDecoder(nn.Module):
             model.layers[i] = nn.Identity()  # frees the original weights, which are joined now
         self.mlps = nn.ModuleList(layer.mlp for layer in self._layers)
         self.norm = model.norm.weight
+        self._norms = [*(layer.input_norm for layer in self._layers), self.norm]
         self._eps = float(model.norm.variance_epsilon)
         self._rotary = _rotary_table(model)
         self._has_rows = triton_kernels.available() and all(layer.row is not None for layer in self._layers)
@@ -67,18 +68,30 @@ class FlashInferDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
     ) -> DecoderOutput:
-        """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised."""
-        residual = self.embed_tokens(input_ids[0])
+        """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised.
+
+        Of tokens that are not read (TellsReadRows) it is 0, or has a NaN where a K or V of the last layer is
+        not finite.
+        """
+        residual, positions = self.embed_tokens(input_ids[0]), position_ids[0]
         if len(residual) == 1 and self._has_rows:
-            return DecoderOutput(self._one_row(residual, position_ids[0], paged)[None])
-        norms = [layer.input_norm for layer in self._layers] + [self.norm]
-        x = self._ops.rmsnorm(residual, norms[0], self._eps)
-        for number, layer in enumerate(self._layers):
-            x = self._attend(number, layer, x, position_ids[0], paged)
-            self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
-            x = self.mlps[number](x[None])[0]
-            self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
-        return DecoderOutput(x[None])
+            return DecoderOutput(self._one_row(residual, positions, paged)[None])
+        x = self._ops.rmsnorm(residual, self._norms[0], self._eps)
+        last = len(self._layers) - 1
+        for number in range(last):
+            attended = self._attend(number, x, positions, paged)[0]
+            x = self._rest_of_layer(number, attended, residual)
+        attended, kv = self._attend(last, x, positions, paged)
+        backend = paged.of_layer[last][0]
+        reads = backend.read_rows if isinstance(backend, TellsReadRows) else None
+        if reads is None:
+            del kv  # the layers before had its memory, too
+            return DecoderOutput(self._rest_of_layer(last, attended, residual)[None])
+        hidden = torch.zeros_like(residual)
+        hidden[:, 0] = kv.sum(-1, dtype=torch.float32) * 0
+        if len(reads):
+            hidden[reads] = self._rest_of_layer(last, attended[reads], residual[reads])
+        return DecoderOutput(hidden[None])
 
     def _one_row(self, residual: torch.Tensor, positions: torch.Tensor, paged: PagedLayers) -> torch.Tensor:
         """The same of one token [1, hidden], in five kernels a layer."""
@@ -96,11 +109,24 @@ class FlashInferDecoder(nn.Module):
         return normalised
 
     def _attend(
-        self, number: int, layer: _Layer, x: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
-    ) -> torch.Tensor:
-        """What the attention of one layer adds: [T, hidden]."""
-        attended = self._attended(number, layer, layer.qkv(x, layer.qkv_bias), positions, paged)
-        return layer.out(attended, layer.out_bias)
+        self, number: int, x: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer over x [T, hidden]: [T, query heads * head_dim], and the new K and V as they
+        are written, [T, 2 * KV heads * head_dim]."""
+        layer = self._layers[number]
+        qkv = layer.qkv(x, layer.qkv_bias)
+        return self._attended(number, layer, qkv, positions, paged), qkv[:, layer.widths[0] :]
+
+    def _rest_of_layer(self, number: int, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What follows attention, of any rows. Adds to their residuals, and returns these after the next
+        norm."""
+        layer = self._layers[number]
+        x = layer.out(attended, layer.out_bias)
+        self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
+        x = self.mlps[number](x[None])[0]
+        self._ops.fused_add_rmsnorm(x, residual, self._norms[number + 1], self._eps)
+        normalised: torch.Tensor = x
+        return normalised
 
     def _attended(
         self, number: int, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, paged: PagedLayers

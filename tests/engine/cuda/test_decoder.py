@@ -4,16 +4,21 @@ stand-ins by FlashInfer's manual, bound to its signatures."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine.argmax import finite_rows
 from engine.backends.decode_attention import DecodeAttention
 from engine.backends.flashinfer import FlashInferAttention
+from engine.batch import ForwardBatch, PooledPrompt, ReadRows, ScoredPrompt
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
 from engine.cuda.decoder import FlashInferDecoder, fusible
@@ -22,6 +27,7 @@ from engine.loader import LoadedModel, load_model
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS
+from tests.engine.test_not_finite import poison
 from tests.support.driver import Driver, pools_of
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_module
@@ -95,6 +101,99 @@ def test_so_they_do_with_biases(own: bool, tmp_path: Path) -> None:
             nn.init.normal_(parameter)
     model.save_pretrained(tmp_path)
     check_tokens(tmp_path, own)
+
+
+def runner_of(path: Path) -> tuple[ModelRunner, Any]:
+    """A runner with a fused decoder, and its pool without garbage."""
+    loaded, config = load(path)
+    fused(loaded)
+    pools = pools_of(loaded, 16, 60)
+    runner = ModelRunner(loaded, pools, config)
+    runner.attention = flashinfer_layers(loaded, pools)
+    pools["full"].bytes.zero_()
+    return runner, pools["full"]
+
+
+def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
+    with torch.inference_mode():
+        return runner._hidden(batch)
+
+
+def reading(batch: ForwardBatch, sampled: list[int], scored: list[int], pooled: list[int]) -> ForwardBatch:
+    return replace(
+        batch,
+        sampled=np.array(sampled, np.int32),
+        scored=tuple(ScoredPrompt(i, np.zeros(0, np.int64), 0) for i in scored),
+        pooled=tuple(PooledPrompt(i, 0) for i in pooled),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("counts", "sampled", "scored", "pooled"),
+    [
+        ([40], [], [], []),
+        ([40], [0], [], []),
+        ([1], [], [], []),
+        ([1, 33, 2], [0, 2], [], []),
+        ([1, 40, 20, 30], [0, 2], [1], []),
+        ([30, 25], [], [], [1]),
+    ],
+)
+def test_of_the_last_layer_only_what_is_read_is_computed(
+    family: str, counts: list[int], sampled: list[int], scored: list[int], pooled: list[int], tmp_path: Path
+) -> None:
+    """And K and V of all."""
+    path = make_wide(family, tmp_path, 3)
+    (some, pool), (every, whole) = runner_of(path), runner_of(path)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, count + 7).tolist() for count in counts]
+    drivers = Driver(some, 60, 16), Driver(every, 60, 16)
+    batches = []
+    for driver, runner in zip(drivers, (some, every), strict=True):
+        lanes = [driver.add(prompt) for prompt in prompts]
+        hidden_of(runner, driver.batch([(lane, 7) for lane in lanes]))
+        batches.append(driver.batch(list(zip(lanes, counts, strict=True))))
+    computed: list[int] = []
+    last = some._decoder.mlps[-1]
+    last.register_forward_hook(lambda _, given, __: computed.append(given[0].shape[1]))
+    result = hidden_of(some, reading(batches[0], sampled, scored, pooled))
+    wanted = hidden_of(every, reading(batches[1], [], [], list(range(len(counts)))))
+    some.close()
+    every.close()
+    read = ReadRows(reading(batches[0], sampled, scored, pooled)).rows
+    assert computed == ([len(read)] if len(read) else [])
+    assert torch.allclose(result[read], wanted[read], atol=1e-5)
+    assert not result[np.setdiff1d(np.arange(sum(counts)), read)].any()
+    assert torch.equal(pool.bytes, whole.bytes)
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_keys_and_values_that_are_not_finite_are_seen_in_rows_that_are_not_read(
+    part: str, tmp_path: Path
+) -> None:
+    path = make_wide("llama", tmp_path, 0)
+    weights = load_file(path / "model.safetensors")
+    name = sorted(each for each in weights if each.endswith(f"{part}.weight"))[-1]
+    weights[name][3] = torch.inf
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    runner, _ = runner_of(path)
+    driver = Driver(runner, 60, 16)
+    result = driver.step([(driver.add(PROMPTS[2]), 30)])
+    runner.close()
+    assert list(result.failures) == [0]
+    assert len(result.tokens) == 0
+
+
+def test_a_chunk_without_a_sample_keeps_a_bad_sequence_apart(tmp_path: Path) -> None:
+    runner, _ = runner_of(make_wide("llama", tmp_path, 0))
+    poison(runner, 300, torch.nan)
+    driver = Driver(runner, 60, 16)
+    good, bad = driver.add(PROMPTS[2]), driver.add([1, 2, 300, *PROMPTS[2]])
+    finite = finite_rows(hidden_of(runner, driver.batch([(good, 30), (bad, 30)]))).tolist()
+    runner.close()
+    assert all(finite[:30])
+    assert not any(finite[32:])
 
 
 def on_cuda(path: Path, dtype: torch.dtype, linear: str = "auto") -> dict[str, int]:
