@@ -6,6 +6,7 @@ A forward only queues work on its device, and returns a function that reads its 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ Read = Callable[[], BatchResult]
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A forward whose work is queued on the device; `read` raises the exception that it raised while queuing.
+    """A forward whose work is queued on the device, or the exception that it raised while queuing.
 
     A forward that raised has a completion too: the work that it queued before may still write to its pages.
     """
 
     completion: Completion
-    read: Read
+    read: Read | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,12 @@ class Launched:
             raise DeviceLost(f"a forward gave no result within {timeout_s} s") from error
         except Exception as error:
             raise DeviceLost(f"the device failed: {type(error).__name__}: {error}") from error
+        if isinstance(issued.read, Exception):
+            raise _failed(issued.read) from issued.read
         try:
             return issued.read()
         except Exception as error:
-            raise EngineError(f"a forward failed: {type(error).__name__}: {error}") from error
+            raise _failed(error) from error
 
 
 class LaunchQueue:
@@ -80,13 +83,19 @@ class LaunchQueue:
     def _issue(self, forward: Callable[[], Read]) -> Issued:
         try:
             read = forward()
-        except Exception as error:  # noqa: BLE001  read() raises it
-            read = _raising(error)
+        except Exception as error:  # noqa: BLE001  result() raises it
+            _free_frames(error)
+            return Issued(self._completions.record(), error)
         return Issued(self._completions.record(), read)
 
 
-def _raising(error: Exception) -> Read:
-    def read() -> BatchResult:
-        raise error
+def _failed(error: Exception) -> EngineError:
+    return EngineError(f"a forward failed: {type(error).__name__}: {error}")
 
-    return read
+
+def _free_frames(error: BaseException | None) -> None:
+    """Free the local variables of a forward that raised: else its tensors live as long as the exception. On a
+    GPU without memory the next forward, which may be launched already, would fail for them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

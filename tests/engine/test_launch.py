@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -75,6 +77,51 @@ def test_so_does_the_error_of_a_forward_that_failed_half_way(overlap: bool) -> N
         launched.result(60)
     assert not isinstance(failed.value, DeviceLost)
     queue.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_forward_that_failed_had_allocated_is_free_for_the_next_one(overlap: bool) -> None:
+    """At once, and without a collection: those are rare in a worker (common/garbage.py)."""
+
+    class Activations:
+        pass
+
+    allocated: list[weakref.ref[Activations]] = []
+
+    def layer() -> None:
+        activations = Activations()
+        allocated.append(weakref.ref(activations))
+        raise MemoryError("CUDA out of memory")
+
+    def forward() -> Read:
+        activations = Activations()
+        allocated.append(weakref.ref(activations))
+        try:
+            layer()
+        except MemoryError as error:
+            raise RuntimeError("half-way") from error
+        raise AssertionError
+
+    def look() -> Read:
+        free.append([one() is None for one in allocated])
+        return lambda: BatchResult(np.array([7]), [None])
+
+    free: list[list[bool]] = []
+    queue = LaunchQueue(overlap)
+    gc.disable()
+    try:
+        failed = queue.launch(forward)
+        queue.launch(look).result(60)
+        with pytest.raises(EngineError, match="RuntimeError: half-way") as raised:
+            failed.result(60)
+        exception = weakref.ref(raised.value)
+        del failed, raised
+        queue.launch(look).result(60)  # the thread has let go of it, too
+        assert exception() is None
+    finally:
+        gc.enable()
+        queue.close()
+    assert free == [[True, True], [True, True]]
 
 
 def test_a_device_that_failed_is_lost() -> None:
