@@ -97,7 +97,7 @@ class Sampler:
         self._most_rows = max(_CACHED_SCORES // vocab_size, 1) if device.type == "cpu" else 1 << 30
         self._counts = TokenCounts(vocab_size, device, self._to_device)
         self._masks = TokenMasks(vocab_size, self._to_device, (completions or HostCompletions()).record)
-        self._states: tuple[SamplingState, ...] = ()
+        self._states: tuple[SamplingState, ...] | None = ()  # None: the last join failed
         self._blocks: list[SamplingBlock] = []
         self._reports: list[ReportedLogprobs] = []
         self._broken: dict[int, str] = {}
@@ -143,7 +143,7 @@ class Sampler:
 
     def _join(self, states: tuple[SamplingState, ...]) -> None:
         """Other sequences are sampled from now on, or in another order."""
-        self._states = states
+        self._states = None  # until it is done: the device may be out of memory
         self._counts.join(states)
         self._masks.join(states)
         self._broken = {i: why for i, state in enumerate(states) if (why := self._unusable(state))}
@@ -165,6 +165,7 @@ class Sampler:
             ReportedLogprobs(part, [states[i] for i in part], self._vocab_size, self._to_device)
             for part in self._split(reported)
         ]
+        self._states = states
 
     def _unusable(self, state: SamplingState) -> str:
         params = state.params

@@ -36,20 +36,22 @@ class TokenCounts:
         self._place_index = self._slot_starts = torch.empty(0, dtype=torch.int64, device=device)
 
     def join(self, states: Sequence[SamplingState]) -> None:
-        """These sequences are sampled from now on. Those of them that are penalised have slots."""
+        """These sequences are sampled from now on. Those of them that are penalised have slots. If the device
+        has no memory for these it raises, and may be called again."""
         expected = dict(zip(self._order, self._expected.tolist(), strict=True))
+        self._order, self._expected = [], np.empty(0, dtype=np.int64)
         places = [i for i, state in enumerate(states) if state.is_penalised]
-        self._order = [states[i] for i in places]
-        for state in expected.keys() - set(self._order):
+        order = [states[i] for i in places]
+        for state in self._slots.keys() - set(order):
             self._free.append(self._slots.pop(state))
-        for state in self._order:
+        for state in order:
             if state not in self._slots:
                 self._slots[state] = self._take_slot()
-        self._places = np.array(places, dtype=np.int64)
-        self._expected = np.array([expected.get(state, -1) for state in self._order], dtype=np.int64)
-        if self._order:
+        self._order, self._places = order, np.array(places, dtype=np.int64)
+        self._expected = np.array([expected.get(state, -1) for state in order], dtype=np.int64)
+        if order:
             self._place_index = self._to_device(self._places)
-            self._slot_starts = self._to_device(self.slots(self._order) * self._vocab_size)
+            self._slot_starts = self._to_device(self.slots(order) * self._vocab_size)
 
     def slots(self, states: Sequence[SamplingState]) -> npt.NDArray[np.int64]:
         """int64 [n]: the slots of penalised sequences of the batch."""
@@ -82,7 +84,8 @@ class TokenCounts:
     def _take_slot(self) -> int:
         if not self._free:
             have, more = len(self.seen), max(len(self.seen), 4)
-            self.seen = torch.cat([self.seen, self.seen.new_zeros(more, self._vocab_size)])
+            seen = torch.cat([self.seen, self.seen.new_zeros(more, self._vocab_size)])
             self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(more, self._vocab_size)])
+            self.seen = seen
             self._free.extend(range(have, have + more))
         return self._free.pop()

@@ -398,6 +398,32 @@ def test_outputs_that_are_sampled_again_are_not_penalised() -> None:
     assert [int(sample_states(sampler, logits[None], [state]).tokens[0]) for _ in range(2)] == [41, 7]
 
 
+@pytest.mark.parametrize("place", ["token_counts.TokenCounts._take_slot", "sampler.SamplingBlock"])
+def test_a_device_that_was_out_of_memory_samples_again(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of that step fail; those that come after it, and those that were not in it, do not."""
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    def states_of(count: int) -> list[SamplingState]:
+        return [SamplingState(params, PROMPT, (), choice) for choice in range(count)]
+
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 41]] = torch.tensor([3.0, 2.5])
+    sampler, kept = Sampler(VOCAB, CPU), states_of(1)
+    assert sample_states(sampler, logits, kept).tokens.tolist() == [7]
+    others = states_of(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"engine.{place}", no_memory)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                sample_states(sampler, logits.expand(2, -1), others)
+    assert sample_states(sampler, logits.expand(2, -1), others).tokens.tolist() == [7, 7]
+    assert sample_states(sampler, logits.expand(3, -1), states_of(3)).tokens.tolist() == [7, 7, 7]
+    assert sample_states(sampler, logits, kept).tokens.tolist() == [41]
+
+
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
 def test_the_lowest_temperatures_take_the_best_token(temperature: float) -> None:
     logits = some_logits(3)
