@@ -53,7 +53,7 @@ def tile_options(rows: int) -> dict[str, Any]:
     return {"OUTPUTS": 64, "INPUTS": 64, "num_warps": 4 if rows <= 64 else 8, "num_stages": 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_count"])  # else it is compiled again for multiples of 16, and for 1
 def stored_product_kernel(
     x, codes, scales, zeros, rows, experts, out, row_count, inputs, outputs, x_stride, divisor,
     SCALE_INPUTS: tl.constexpr, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,

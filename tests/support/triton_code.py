@@ -41,6 +41,30 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"], "bytes
 """
 
 
+_UNSPECIALIZED = """
+import importlib, sys
+
+kernel = getattr(importlib.import_module(f"engine.cuda.{sys.argv[1]}"), sys.argv[2])
+print(*(each.name for each in kernel.params if each.do_not_specialize))
+"""
+
+
+def unspecialized(module: str, name: str) -> set[str]:
+    """A kernel's arguments for whose values it is not compiled anew."""
+    pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
+    return set(_run(_UNSPECIALIZED, module, name).stdout.split())
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program of ours in a Python that compiles kernels."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
 def interpreted() -> None:
     """Skip the test unless Triton interprets kernels. It must know that when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
@@ -66,11 +90,7 @@ def compiled(
     """
     pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
     case = json.dumps([module, name, sizes, types, constants, absent, aligned, capability])
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-c", _COMPILE, case]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = _run(_COMPILE, case)
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert made["bytes"] > 0
     made["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", done.stdout)))

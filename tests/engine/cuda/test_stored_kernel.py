@@ -12,7 +12,7 @@ import torch
 from engine.cuda.coded_weights import CodedWeights
 from engine.cuda.stored_experts import tiles_of
 from engine.cuda.stored_product import stored_product
-from tests.support.triton_code import CAPABILITIES, MOST_SHARED_BYTES, compiled, interpreted
+from tests.support.triton_code import CAPABILITIES, MOST_SHARED_BYTES, compiled, interpreted, unspecialized
 
 pytestmark = pytest.mark.kernels
 FORMS = ["fp8", "mxfp4", "int4", "int4_fine"]
@@ -132,3 +132,9 @@ def test_it_becomes_machine_code(capability: int, form: str, grouped: bool, rows
     assert "cp.async" in made["ptx"], "weights are loaded while others are multiplied"
     assert ".local" not in made["ptx"]
     assert not made["spilled"]
+
+
+def test_the_number_of_rows_does_not_make_another_kernel() -> None:
+    """Beyond the tile that is chosen for it: else steps of 512 and of 513 tokens would each wait once for
+    seconds of compilation."""
+    assert unspecialized("stored_kernel", "stored_product_kernel") == {"row_count"}
