@@ -103,11 +103,11 @@ def build_on_gpu(
         memory = build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
         runner = ModelRunner(loaded, memory.kv_caches, config)
         longest = memory.config.max_context_len
-        tokens = sum(_largest_lens(options, longest))
-        _check_step(runner, min(tokens, memory.num_pages * memory.page_size), options.max_running_requests)
+        lens = _largest_lens(options, longest)
+        _check_step(runner, min(sum(lens), memory.num_pages * memory.page_size), len(lens))
         _record_decode(runner, memory, longest)
-        if not budget.cache_info().currsize:  # nothing was measured, so no prompt has run yet
-            _run_prompt(runner, memory.page_size)
+        if not budget.cache_info().currsize or runner.kept_formats:
+            _run_prompts(runner, memory.page_size, lens[0])
     return runner, memory
 
 
@@ -170,11 +170,16 @@ def _check_step(runner: ModelRunner, tokens: int, sequences: int) -> None:
         ) from error
 
 
-def _run_prompt(runner: ModelRunner, page_size: int) -> None:
-    """A short prompt in free pages. FlashInfer compiles its kernels for prompts when one first needs them,
-    which takes longer than a request's step may."""
+def _run_prompts(runner: ModelRunner, page_size: int, longest: int) -> None:
+    """Short prompts in free pages. FlashInfer compiles its kernels for prompts when one first needs them, and
+    Triton ours for stored weights when a product first has so many rows. Both take seconds, FlashInfer's
+    maybe minutes: longer than a request's step may."""
+    sizes = [min(2, longest)]
+    while runner.kept_formats and 2 * sizes[-1] <= longest:
+        sizes.append(2 * sizes[-1])
     try:
-        runner.launch(largest_batch(runner.spec, [2], page_size)).result(_FORWARD_TIMEOUT_S)
+        for size in sizes:
+            runner.launch(largest_batch(runner.spec, [size], page_size)).result(_FORWARD_TIMEOUT_S)
     except EngineError as error:
         raise ConfigError(
             "attention_backend", f"a prompt does not run ({error})", "install what is missing, or use torch"

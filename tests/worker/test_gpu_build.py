@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.backends.pick import BackendUnavailable
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.launch import Launched
+from engine.loader import load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
 from kvcache.layout import pages_in
@@ -191,6 +193,20 @@ def test_a_given_capacity_is_not_measured_but_a_prompt_runs(
     assert (memory.num_pages, gpu.asked) == (320 // page_size, 1)
     assert [batch.q_lens.tolist() for batch in watch.batches] == [[2]]
     memory.check_memory()
+
+
+@pytest.mark.parametrize("capacity", [{}, {"max_total_tokens": 320}])
+def test_prompts_of_all_sizes_run_where_weights_stay_stored(
+    capacity: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each number of rows that a program multiplies there is a kernel, which is compiled at first use."""
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    stored = lambda config: replace(load_model(config), kept=("fp8",))  # noqa: E731
+    monkeypatch.setattr("worker.gpu_build.load_model", stored)
+    start(make_tiny("gpt_oss", tmp_path, 0), gpu, **capacity)
+    last = [batch.q_lens.tolist() for batch in watch.batches[-6:]]
+    assert last == [[2], [4], [8], [16], [32], [64]]
 
 
 def test_a_prompt_that_does_not_run_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
