@@ -88,7 +88,10 @@ class Pages:
             if self.brings_back(req, match, spare, req.prefill_len):
                 return False
             match = self.memory.cache.match_prefix(key)  # a load that found no room may have evicted of it
-        return self.take_slots(req, match, len(match.device_indices), spare, req.prefill_len)
+        if not self.take_slots(req, match, len(match.device_indices), spare, req.prefill_len):
+            return False
+        tell_admitted(self, req)
+        return True
 
     def brings_back(self, req: Req, match: MatchResult, spare: Capacity, extent: int) -> bool:
         """Whether the request, which needs `extent` tokens, must wait because what the host has of its match
@@ -114,7 +117,7 @@ class Pages:
 
     def take_slots(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
         """`take` slots for `extent` tokens of a request whose first forward here has its first query at
-        position `starts_at`."""
+        position `starts_at`. After True comes `tell_admitted`, when it has what else it takes at once."""
         cache, node = self.memory.cache, match.last_device_node
         # A lock makes evictable pages protected, so free memory is counted after it.
         cache.inc_lock_ref(node)
@@ -144,9 +147,6 @@ class Pages:
             req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.last_node = node
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
-        self.lower.admitted(req, node)
-        if self.memory.promotion is not None:
-            self.memory.promotion.admitted(req.tenant_key, node, req.prefill_len - prefix)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:
@@ -275,6 +275,15 @@ def match_len(req: Req) -> int:
     if req.needs_all:
         return 0
     return req.prefill_len if req.is_kv_only else req.prefill_len - 1
+
+
+def tell_admitted(pages: Pages, req: Req) -> None:
+    """Tell lower tiers and sharing what the request has found. What is copied to the host then cannot be
+    evicted until it is there."""
+    node, promotion = req.last_node, pages.memory.promotion
+    pages.lower.admitted(req, node)
+    if promotion is not None:
+        promotion.admitted(req.tenant_key, node, req.prefill_len - req.cache_protected_len)
 
 
 def row_of(req: Req) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.memory import GroupPages
-from scheduler.pages import Capacity, Pages, row_of
+from scheduler.pages import Capacity, Pages, row_of, tell_admitted
 from scheduler.req import Req, ReservedPages
 
 
@@ -42,6 +42,7 @@ class Reservations:
         if (hold := req.state_hold) is not None:
             hold.live, hold.live_len = hold.private[0], total
             req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
+        tell_admitted(self._pages, req)
         return True
 
     def _waits_for_load(self, req: Req, spare: Capacity, extent: int) -> bool:

@@ -114,3 +114,23 @@ def test_a_load_for_a_reservation_leaves_the_window_pages_of_a_prompt() -> None:
     run(rig)
     rig.assert_outputs(reserved.room)
     rig.close()
+
+
+def test_a_reservation_has_its_window_pages_before_those_of_its_prefix_are_copied() -> None:
+    """A prefix that is found again is copied to the host. Its window pages could have been evicted before."""
+    rig = tight_rig("write_through_selective")
+    window, short = rig.memory.swa, prompt(1, 2 * PAGE + 1)
+    rig.add(short, 1)
+    run(rig)
+    assert window is not None
+    taken = window.alloc(window.available_pages() - 4)  # what a reservation needs is left, with the prefix's
+    assert taken is not None
+    req = rig.req([*short[:-1], *prompt(2, 68)], 4)
+    assert rig.scheduler.hand_off.reserve(req)
+    assert req.cached_tokens == 2 * PAGE
+    assert len(req.reserved["window"].pages) == 4
+    rig.memory.free({"window": taken})
+    rig.memory.free(rig.scheduler.hand_off.cancel_reservation(req))
+    run(rig)
+    rig.assert_outputs(req.room)
+    rig.close()
