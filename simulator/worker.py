@@ -201,15 +201,21 @@ class ModelledWorker:
         return True
 
     def _take_chunk(self) -> int:
-        """Fill the step's chunk from the queue. Returns its tokens."""
-        budget = self._model.chunk_tokens
+        """Fill the step's chunk from the queue. Returns its tokens. A prompt that waits for memory holds up
+        those behind it, but for what has memory already: that of others which arrived before it."""
+        budget, is_short = self._model.chunk_tokens, False
         for attempt in self._prompts:
+            if is_short and not attempt.started:
+                continue
             if not attempt.asked:
                 self.arrivals.bring(attempt, None)
             if attempt.arriving:
                 continue
-            if budget == 0 or not (attempt.started or self._start(attempt)):
+            if budget == 0:
                 break
+            if not (attempt.started or self._start(attempt)):
+                is_short = True
+                continue
             tokens = min(budget, attempt.left)
             self._chunk.append((attempt, tokens))
             budget -= tokens

@@ -124,6 +124,15 @@ def test_decode_without_memory_makes_prefill_wait_and_nobody_deadlocks() -> None
     assert max(one.ttft for one in simulation.requests) > 1.0
 
 
+def test_a_prompt_that_has_begun_goes_on_when_one_of_higher_priority_finds_no_memory() -> None:
+    hashes = np.arange(20, dtype=np.int64)
+    first = TraceRequest(0.0, 20 * PAGE, 5, hashes)
+    later = TraceRequest(0.2, 20 * PAGE, 5, hashes + 100, priority=1)
+    small = {"kv_tokens": 30 * PAGE, "prefill_tokens_per_s": 10_000, "chunk_tokens": PAGE}
+    one, other = replayed(Trace("two", [first, later]), prefill=1, worker=small).requests
+    assert one.first_at < other.first_at
+
+
 def test_what_fits_nowhere_is_refused() -> None:
     trace = Trace("big", [TraceRequest(0.0, 9000, 5, np.arange(17, dtype=np.int64))])
     assert replayed(trace, worker={"kv_tokens": 9000}).requests[0].rejected
