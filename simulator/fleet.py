@@ -150,6 +150,9 @@ class ScaledFleet:
 
     def _finish_drains(self) -> None:
         """Look at workers whose drain all routers know: until then requests may be on their way to them."""
+        for one in [one for one in self._draining if one.worker.dead]:  # another takes its place
+            self._draining.remove(one)
+            self._switching.discard(one.worker.record.id)
         told = [one for one in self._draining if one.since + _POLL_S <= self._clock.now]
         over = [one for one in told if self._drained(one.worker)]
         for one in over:
@@ -169,7 +172,8 @@ class ScaledFleet:
 
     def _switch(self, worker: ModelledWorker) -> None:
         self._switching.remove(worker.record.id)
-        self._members.switch(worker)
+        if not worker.dead:
+            self._members.switch(worker)
         self._note()
 
     def _note(self) -> None:

@@ -55,6 +55,26 @@ def test_roles_switch_and_caches_stay(workers: int) -> None:
     assert any(worker.memory.cache.pages() for worker in switched)
 
 
+@pytest.mark.parametrize("died_at", [1.2, 2.2], ids=["drains", "drained"])
+def test_a_worker_that_dies_before_it_changes_its_role_comes_back_in_the_old_one(died_at: float) -> None:
+    later = [dataclasses.replace(one, at_s=one.at_s + 4.0) for one in shared_prefixes(requests=10).requests]
+    trace = Trace("later", later, [Restart(died_at, "d0", 0.1)])
+    simulation = Simulation(trace, options(scaling={"switch_roles": True}, lease_s=1.5))
+
+    def switches() -> None:
+        worker = next(one for one in simulation.members.serving(Role.DECODE) if one.record.id == "d0")
+        simulation.fleet._switching.add("d0")
+        simulation.fleet._drain(worker, simulation.fleet._switch_later)
+
+    simulation.clock.at(1.0, switches)
+    simulation.run()
+    check(simulation)
+    died, came = [one for one in simulation.members.everyone if one.record.id == "d0"]
+    assert (died.record.incarnation, came.record.incarnation) == (1, 2)
+    assert simulation.members.worker(came.record) is came
+    assert not simulation.fleet._switching
+
+
 def test_worker_hours_count_from_the_order_to_the_end() -> None:
     fixed = replayed(shared_prefixes(requests=40))
     assert fixed.fleet.sizes[0] == FleetSize(0.0, 2, 2)
