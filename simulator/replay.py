@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 import threading
@@ -109,7 +110,7 @@ def _speeds(text: str) -> list[float]:
         speeds = [float(part) for part in text.split(",")]
     except ValueError:
         speeds = []
-    if not speeds or min(speeds) <= 0:
+    if not speeds or not all(0 < speed < math.inf for speed in speeds):
         raise ConfigError("--speed", f"{text!r} is not a list of positive numbers", "for example 0.5,1,2")
     return speeds
 
@@ -151,8 +152,9 @@ def _autoscale(arguments: argparse.Namespace, options: SimulationOptions) -> int
     return 0
 
 
-def _ratio(ours: float, theirs: float) -> float:
-    return ours / theirs if theirs else float("inf")
+def _ratio(ours: float, theirs: float) -> float | None:
+    """None: theirs is 0. JSON knows no infinity."""
+    return ours / theirs if theirs else None
 
 
 def _processes() -> int:

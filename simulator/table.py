@@ -27,7 +27,7 @@ _SHOWN_RATIOS = ("kv/round-robin", "kv/least-loaded", "kv/prefix-affinity", "hot
 
 def as_json(result: Mapping[str, Any]) -> str:
     """The result as one line of JSON."""
-    return json.dumps({**result, "runs": [one.as_dict() for one in result["runs"]]}) + "\n"
+    return json.dumps({**result, "runs": [one.as_dict() for one in result["runs"]]}, allow_nan=False) + "\n"
 
 
 def as_table(result: Mapping[str, Any], hot_trace: str) -> str:
@@ -40,7 +40,7 @@ def as_table(result: Mapping[str, Any], hot_trace: str) -> str:
         for key, title in (("sustained", "sustained rate"), ("sustained_hot", f"on {hot_trace}")):
             rates = "  ".join(f"{policy} {rate:.2f}" for policy, rate in result[key].items())
             lines.append(f"{title}, {SHARE:.0%} of requests meet both objectives: {rates}")
-        lines.append(" ".join(f"{name}={result['ratios'][name]:.2f}" for name in _SHOWN_RATIOS))
+        lines.append(" ".join(f"{name}={_ratio(result['ratios'][name])}" for name in _SHOWN_RATIOS))
     return "\n".join(lines) + "\n"
 
 
@@ -52,6 +52,10 @@ def comparison_table(found: Comparison) -> str:
         shown = (f"{figure:.2f}" for figure in figures)
         lines.append(_FLEET.format(name, f"{one.attainment:.1%}", *shown, setting))
     return "\n".join(lines) + "\n"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _width(form: str) -> str:

@@ -55,6 +55,13 @@ def _parse(name: str, lines: list[bytes]) -> Trace:
             one = decoder.decode(line)
             if one.input_length < 1 or one.output_length < 1 or len(one.hash_ids) * BLOCK < one.input_length:
                 raise ValueError("lengths must be positive, with a hash id for every 512 tokens begun")
+            hashes = np.array(one.hash_ids[: one.input_length // BLOCK], np.int64)
+        except OverflowError:
+            raise ConfigError(
+                "TRACE",
+                f"{name} line {number}: a hash id of more than 64 bits, with its sign",
+                "number the blocks",
+            ) from None
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError("TRACE", f"{name} line {number}: {error}", "see the documentation") from None
         requests.append(
@@ -62,7 +69,7 @@ def _parse(name: str, lines: list[bytes]) -> Trace:
                 one.timestamp / 1000,
                 one.input_length,
                 one.output_length,
-                np.array(one.hash_ids[: one.input_length // BLOCK], np.int64),
+                hashes,
                 one.session,
                 one.tenant,
                 one.priority,

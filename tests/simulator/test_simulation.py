@@ -25,7 +25,7 @@ from simulator.options import SimulationOptions, WorkerModel
 from simulator.request import Request, TraceRequest
 from simulator.simulation import Restart, Simulation, Trace
 from simulator.summary import Summary, summarise
-from simulator.sweep import GRID_STEP, REFINED, sustained
+from simulator.sweep import GRID_STEP, REFINED, Pool, sustained
 from simulator.traces import GENERATORS, read_trace
 from simulator.worker import ModelledWorker
 from tests.router.directory.test_directory import record
@@ -311,6 +311,10 @@ def test_mooncake_lines_become_requests_of_whole_pages(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}', "every 512 tokens"),
         ('{"timestamp": 0, "input_length": 600, "output_length": 0, "hash_ids": [1, 2]}', "positive"),
         ("", "is empty"),
+        (
+            '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [9223372036854775808, 2]}',
+            "64 bits",
+        ),
     ],
 )
 def test_a_broken_trace_is_named_with_its_line(tmp_path: Path, line: str, says: str) -> None:
@@ -332,11 +336,32 @@ def test_replay_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["runs"][0]["requests"] == 30
 
 
+@pytest.mark.parametrize("theirs", [0.0, 0.5])
+def test_a_rate_of_which_nothing_is_a_multiple_has_no_ratio(
+    theirs: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where not even the lowest speed meets the objectives."""
+
+    def sustained_rates(_self: Pool, wanted: list[tuple[str, SimulationOptions]]) -> list[float]:
+        return [1.0 if one.policy == "kv" else theirs for _, one in wanted]
+
+    monkeypatch.setattr(Pool, "sustained", sustained_rates)
+    monkeypatch.setattr(Pool, "all", lambda _self, _wanted: [])
+    arguments = ["replay", mooncake(tmp_path / "trace.jsonl"), "--policy", "all"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["ratios"]["kv/random"] == (1.0 / theirs if theirs else None)
+    assert main(arguments) == 0
+    assert f"hot={'2.00' if theirs else '-'}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--policy", "best"], "--policy: 'best' is unknown; choose one of kv, "),
         (["--speed", "fast"], "--speed: 'fast' is not a list"),
+        (["--speed", "1,nan"], "--speed: '1,nan' is not a list"),
+        (["--speed", "inf"], "--speed: 'inf' is not a list"),
         (["--prefill", "-1"], "prefill: "),
         (["--set", "worker.gpus=8"], "worker.gpus: "),
         (["--png", "/nowhere/at/all.png"], "--png: there is no directory"),
