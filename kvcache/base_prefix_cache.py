@@ -88,12 +88,18 @@ class BasePrefixCache(ABC):
         """
 
     def insert_copy(
-        self, key: RadixKey, pages: Pages, priority: int, offers: Mapping[str, Pages]
+        self,
+        key: RadixKey,
+        pages: Pages,
+        priority: int,
+        offers: Mapping[str, Pages],
+        below: TreeNode | None,
     ) -> MatchResult:
-        """Cache `pages`, which hold the whole pages of `key` and came from another worker; they are evicted
-        before what was computed here. Returns what is cached of the key now: canonical pages. All others of
-        `pages` and `offers` stay the caller's."""
-        del key, pages, priority, offers
+        """Cache `pages`, which came from another worker: they are evicted before what was computed here.
+        They follow the path of `below`, which the caller has locked; if `key` ends within that, there are
+        none. Returns what is cached of the key now: canonical pages; nothing if no copy may be added there.
+        All others of `pages` and `offers` stay the caller's."""
+        del key, pages, priority, offers, below
         return NO_MATCH
 
     def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:

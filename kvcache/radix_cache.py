@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.allocator import NO_PAGES, NO_SLOTS, BaseTokenToKVPoolAllocator, Pages, Slots
-from kvcache.base_prefix_cache import BasePrefixCache, MatchResult
+from kvcache.base_prefix_cache import NO_MATCH, BasePrefixCache, MatchResult
 from kvcache.components.base import longest
 from kvcache.components.holdings import GroupHoldings
 from kvcache.pool import ReqToTokenPool
@@ -141,9 +141,24 @@ class RadixCache(BasePrefixCache):
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     def insert_copy(
-        self, key: RadixKey, pages: Pages, priority: int, offers: Mapping[str, Pages]
+        self,
+        key: RadixKey,
+        pages: Pages,
+        priority: int,
+        offers: Mapping[str, Pages],
+        below: TreeNode | None,
     ) -> MatchResult:
-        return self.insert(key, pages, priority, chunked=True, offers=offers, is_copy=True).match
+        path = self.tree.cut(below.path(), len(key) // self.page_size) if below is not None else []
+        last = path[-1] if path else None
+        if not self._takes_copy(key, last):
+            return NO_MATCH
+        ids = np.concatenate([node.value for node in path] + [pages]).astype(np.int32)
+        return self.insert(key, ids, priority, True, offers, is_copy=True, below=last).match
+
+    def _takes_copy(self, key: RadixKey, last: TreeNode | None) -> bool:
+        """Whether a copy may be added to the path of `last`, which its reader has locked: not to what has got
+        another owner, or gave way to public pages."""
+        return self._promotion is None or self._promotion.may_grow(key, last)
 
     # -- locks -------------------------------------------------------------------------------------
 

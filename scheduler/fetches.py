@@ -118,15 +118,14 @@ class Fetches:
         """The first `pages` pages of the prompt are complete, and nobody writes them any more: they enter the
         tree, unlocked and marked as copies. Returns how many tokens need not be computed because of them."""
         key, filled = hold.key[: pages * self._page_size], self.filled(hold, pages)
-        here = self._ids(self._memory.cache.match_parts(key))[: min(hold.first_page, pages)]
-        ids = np.concatenate([here, filled[self._primary]]).astype(np.int32)
         offers: dict[str, npt.NDArray[np.int32]] = {}
         if "window" in filled:
             offers["window"] = np.zeros(pages, np.int32)
             offers["window"][pages - len(filled["window"]) :] = filled["window"]
         if "state" in filled:
             offers["state"] = filled["state"].astype(np.int32)
-        match = self._memory.cache.insert_copy(key, ids, hold.req.priority, offers)
+        ids = filled[self._primary].astype(np.int32)
+        match = self._memory.cache.insert_copy(key, ids, hold.req.priority, offers, hold.node)
         kept: GroupPages = {self._primary: self._ids(match), **match.parts}
         self._memory.free(
             {name: own[~np.isin(own, kept.get(name, NO_PAGES))] for name, own in hold.pages.items()}

@@ -67,7 +67,8 @@ def test_a_chunk_that_was_sent_before_it_was_cached_is_kept_until_it_is_read() -
     states.free(taken[1:])
     copies = rig.memory.primary.alloc(3)
     assert copies is not None
-    rig.memory.cache.insert_copy(RadixKey(req.fill_ids[:12], req.namespace), copies, 0, {"state": taken[:1]})
+    wanted = RadixKey(req.fill_ids[:12], req.namespace)
+    rig.memory.cache.insert_copy(wanted, copies, 0, {"state": taken[:1]}, None)
     rig.step()
     assert req.cache_protected_len == 24
     row = rig.scheduler._requests.pages.slots(req, 24)
