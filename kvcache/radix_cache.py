@@ -118,9 +118,7 @@ class RadixCache(BasePrefixCache):
         if len(resident) < len(path):  # the others are on the host alone: they get the device pages, too
             path = tree.cut(path, end) if end < found else path
             tree.restore(path, pages)
-        # A tenant leaves no state on a public node: it would show others where the tenant's prompt ended.
-        # The end of a prefix that the operator has named shows nothing.
-        leaves = not key.tenant or not path or bool(path[-1].tenant) or self._ends_as_named(key)
+        leaves = self._leaves_state(key, path)
         given = offers if key.marks is NO_MARKS else given_to(tree, key, path, offers)
         for component in tree.others:
             component.revive(path, given.get(component.name, NO_PAGES), leaves and min(found, end) == total)
@@ -157,8 +155,22 @@ class RadixCache(BasePrefixCache):
 
     def _takes_copy(self, key: RadixKey, last: TreeNode | None) -> bool:
         """Whether a copy may be added to the path of `last`, which its reader has locked: not to what has got
-        another owner, or gave way to public pages."""
-        return self._promotion is None or self._promotion.may_grow(key, last)
+        another owner, or gave way to public pages. And whether public nodes that are on the host alone may
+        get its device pages: nothing locks them, so not where a tenant leaves no state to go on from."""
+        if self._promotion is not None and not self._promotion.may_grow(key, last):
+            return False
+        if self.tree.lower is None:
+            return True
+        path, cached = self.tree.walk(key, below=last)
+        is_end = bool(path) and cached == len(key) and not path[-1].is_resident
+        ends_without_state = is_end and self._tells_ends and not self._leaves_state(key, path)
+        return not ends_without_state and may_be_given(self.tree, key, last)
+
+    def _leaves_state(self, key: RadixKey, path: Sequence[TreeNode]) -> bool:
+        """Whether a state may stay at the end of a path. A tenant leaves none on a public node: it would show
+        others where the tenant's prompt ended. The end of a prefix that the operator has named shows
+        nothing."""
+        return not key.tenant or not path or bool(path[-1].tenant) or self._ends_as_named(key)
 
     # -- locks -------------------------------------------------------------------------------------
 
