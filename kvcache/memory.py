@@ -319,7 +319,7 @@ def _lower(
     layouts = [spec.to_layout(config.page_size) for spec in specs]
     return LowerParts(
         host,
-        open_copier(pools, host, config.tiers.pace_bytes_per_s),
+        open_copier(pools, host, config.tiers.backup_bytes_per_s),
         mover,
         storage,
         StorageKeys(config.tiers.model_digest, layouts),

@@ -53,3 +53,9 @@ class TierConfig:
     def enabled(self) -> bool:
         """Whether there is a host tier."""
         return bool(self.ratio or self.size_bytes)
+
+    @property
+    def backup_bytes_per_s(self) -> float:
+        """The pace of backups; 0: none. An eviction that waits for its copy has none: no forward runs
+        meanwhile."""
+        return 0.0 if self.write_policy == "write_back" else self.pace_bytes_per_s

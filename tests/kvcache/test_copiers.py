@@ -14,8 +14,10 @@ import torch
 from kvcache.layout import KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.pool import KVCache, MambaPool, MHAKVCache
 from kvcache.tiers import copier
+from kvcache.tiers.config import TierConfig
 from kvcache.tiers.copier import Copier, CudaCopier, HostCopier, open_copier
 from kvcache.tiers.host_pool import HostPool
+from tests.kvcache.support import SPEC, HandMover, memory, put
 
 FULL = KVGroupSpec((0, 1), 2, 8, torch.float32)
 STATE = StateGroupSpec((StateTensor(2, "conv", (4, 3), torch.float32),))
@@ -105,3 +107,23 @@ def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now[0] == pytest.approx(3.0)
     paced.to_device({"full": ids(1, 2)}, {"full": ids(1, 2)})
     assert now[0] == pytest.approx(3.0), "a load waits for no pace"
+
+
+@pytest.mark.parametrize(("policy", "slept_s"), [("write_through", 4.0), ("write_back", 0.0)])
+def test_an_eviction_waits_for_no_pace(monkeypatch: pytest.MonkeyPatch, policy: str, slept_s: float) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    mover, pace = HandMover(), SPEC.page_bytes(PAGE_SIZE) / 2
+    tiers = TierConfig(ratio=2.0, write_policy=policy, pace_bytes_per_s=pace)
+    with memory(PAGE_SIZE, PAGES, mover=mover, tiers=tiers) as built:
+        put(built, range(2 * PAGE_SIZE))
+        mover.do_all()
+        assert built.tiers is not None
+        built.tiers.poll()
+        built.cache.tree.evict("full", 2)
+        assert sum(node.host is not None for node in built.cache.tree.nodes()) == 1
+    assert now[0] == pytest.approx(slept_s)
