@@ -8,6 +8,7 @@ is begun: each would wait as long.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +22,12 @@ from common.errors import ConfigError
 from common.options import Options, parse_options
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
-from kvcache.storage.keys import key_text
+from kvcache.storage.keys import VISIBILITY_BYTES, key_text
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _DELETED_AT_ONCE = 1000  # S3's own bound
+_NAME = re.compile(rf"[0-9a-z-]{{{VISIBILITY_BYTES}}}[0-9a-f]{{64}}")  # what key_text gives
 _DENIED, _ABSENT, _NO_ROOM = 403, 404, 507
 
 
@@ -80,7 +82,7 @@ class S3Store(BlobStore):
             Bucket=self._bucket, Prefix=self._prefix + prefix.decode()
         )
         for page in pages:
-            found = page.get("Contents", [])[:_DELETED_AT_ONCE]
+            found = [one for one in page.get("Contents", []) if self._is_ours(one["Key"])][:_DELETED_AT_ONCE]
             if found:
                 kept |= self._remove([one["Key"] for one in found])
                 removed += [one["Size"] for one in found if one["Key"] not in kept]
@@ -117,6 +119,10 @@ class S3Store(BlobStore):
 
     def _key(self, name: bytes) -> str:
         return self._prefix + key_text(name)
+
+    def _is_ours(self, key: str) -> bool:
+        """Whether an object is a blob of this store: others may keep theirs under the same prefix."""
+        return _NAME.fullmatch(key.removeprefix(self._prefix)) is not None
 
     def _look(self, name: bytes) -> Outcome:
         self._client.head_object(Bucket=self._bucket, Key=self._key(name))

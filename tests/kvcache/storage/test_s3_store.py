@@ -22,6 +22,7 @@ from kvcache.storage.seal import SEAL_BYTES
 from tests.kvcache.storage.support import Arena, S3Server, free_port, keys
 
 _LENGTH = {"ContentLength": 4096 + SEAL_BYTES}
+NAMES = [key_text(key) for key in keys(4)]
 
 
 def test_pages_lie_under_the_prefix_and_a_second_backend_reads_them(
@@ -63,6 +64,21 @@ def test_clear_leaves_what_is_elsewhere(s3_server: S3Server, tmp_path: Path) -> 
         assert other.exists(keys(1)) == [True]
 
 
+def test_clear_leaves_objects_that_are_no_pages(s3_server: S3Server, tmp_path: Path) -> None:
+    arena, client, bucket = Arena(1), s3_server.client, s3_server.BUCKET
+    with closing(open_storage(s3_server.config(tmp_path, ""))) as backend:
+        assert backend.set(keys(1), arena.pages) == [True]
+        (page,) = client.list_objects_v2(Bucket=bucket, Prefix="public----------")["Contents"]
+        others = {"report.csv", f"deeper/{page['Key']}", f"{page['Key']}.bak", "public----------list"}
+        for name in others:
+            client.put_object(Bucket=bucket, Key=name, Body=b"of somebody else")
+        assert backend.clear() == (1, page["Size"])
+        left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
+        assert left >= others
+        assert page["Key"] not in left
+        client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": name} for name in others]})
+
+
 class DenyingClient:
     """S3's client, for two pages of a listing. Objects named in `denied` are not removed, and the answer says
     so, as S3's does."""
@@ -74,7 +90,7 @@ class DenyingClient:
         return self
 
     def paginate(self, **_: object) -> list[dict[str, Any]]:
-        return [{"Contents": [{"Key": key, "Size": 5} for key in page]} for page in ("ab", "cd")]
+        return [{"Contents": [{"Key": key, "Size": 5} for key in page]} for page in (NAMES[:2], NAMES[2:])]
 
     def delete_objects(self, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:
         keys = [one["Key"] for one in Delete["Objects"]]
@@ -87,12 +103,12 @@ class DenyingClient:
 
 
 def test_objects_that_a_clear_cannot_remove_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = DenyingClient(["a"])
+    client = DenyingClient(NAMES[:1])
     monkeypatch.setattr(s3_store, "_client", lambda options: client)
     with closing(open_storage(StorageConfig(backend="s3", path=tmp_path, url="s3://pages/"))) as backend:
         with pytest.raises(OSError, match="1 objects: AccessDenied"):
             backend.clear()
-        assert client.removed == ["b", "c", "d"]
+        assert client.removed == NAMES[1:]
         client.denied = []
         assert backend.clear() == (4, 20)
 
