@@ -26,7 +26,8 @@ from wire.request import FinishReason, OutputDelta, PromptMarks, RequestCore
 
 MOST_UNREAD = 1 << 20
 """Bytes of a stream that may wait for a client to read. With more, the request is aborted: if it paused, its
-KV cache would stay on a worker for as long as the client does not read."""
+KV cache would stay on a worker for as long as the client does not read. What comes before the task that sends
+it has run is not the client's fault: a stream that is resumed may get thousands of tokens in one turn."""
 
 
 class Submission(RequestCore, frozen=True, kw_only=True):
@@ -208,6 +209,7 @@ class Generation:
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._waiter_seen: asyncio.Future[None] | None = None  # by the last `check_quiet`
+        self._woken = False  # the task that serves the request was woken, and has not run since
 
     @property
     def ended(self) -> bool:
@@ -244,6 +246,7 @@ class Generation:
         if not self._fresh and self._error is None and self._running:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._woken = False
         if self._fresh:
             self._fresh = self.quiet = False
             return True
@@ -270,7 +273,7 @@ class Generation:
         self._fresh = True
         if delta.finish is not None:
             self._close_one(delta.finish)
-        elif self._answer.unread > MOST_UNREAD:
+        elif self._answer.unread > MOST_UNREAD and not (self.waiting or self._woken):
             self.fail(SlowClient(f"more than {MOST_UNREAD} bytes wait for this client to read"))
         self._wake()
 
@@ -333,4 +336,5 @@ class Generation:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
+            self._woken = True
             waiter.set_result(None)

@@ -105,6 +105,28 @@ def test_a_client_that_does_not_read_ends_its_request_and_holds_a_bounded_buffer
     asyncio.run(run())
 
 
+def test_a_client_is_not_slow_because_much_comes_in_one_turn(model: Path) -> None:
+    async def run() -> None:
+        request = Request(model, n=2)
+        first, second = request.outputs
+        told = 0
+        for _ in range(2):
+            waiting = asyncio.create_task(request.generation.more())
+            await asyncio.sleep(0)
+            while request.writer.unread < 2 * MOST_UNREAD:
+                first.on_tokens(gained(70), 0)
+                told += 1
+            assert await waiting
+            assert request.writer.take()
+        first.on_tokens(gained(70, FinishReason.LENGTH), 0)
+        second.on_tokens(gained(70, FinishReason.LENGTH), 0)
+        assert await request.generation.more()
+        assert request.generation.complete
+        assert request.generation.output_tokens() == told + 2
+
+    asyncio.run(run())
+
+
 def test_a_choice_that_fails_stops_the_others_after_what_came_before(model: Path) -> None:
     async def run() -> None:
         request = Request(model, n=2)
