@@ -114,7 +114,7 @@ def _arguments(source: Source, begun: CallStart, tags: Tags, schema: Mapping[str
         value = yield from through(source, tags.value[1], _LONGEST_VALUE)
         if value is None:
             return False
-        said = _json(value, _of(schema, key.strip()))
+        said = read_value(value, _of(schema, key.strip()))
         yield CallArguments(begun.index, f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: {said}")
         before = ", "
     end = tags.end or tags.call[1]
@@ -129,7 +129,7 @@ def _of(schema: Mapping[str, Any], key: str) -> Any:
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
-def _json(value: str, schema: Any) -> str:
+def read_value(value: str, schema: Any) -> str:
     """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON. What nests
     deeper than calls may is a text, too."""
     text = value.removeprefix("\n").removesuffix("\n")

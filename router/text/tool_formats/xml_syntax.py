@@ -9,10 +9,12 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
-from router.text.tool_formats.xml import GLM, QWEN, SEED, Tags, types_of
+from router.text.tool_formats.xml import GLM, QWEN, SEED, Tags, read_value, types_of
 
 _KEPT = ("$defs", "definitions")
-_OF_TEXTS = ("pattern", "minLength", "maxLength", "format")
+_OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "enum", "const", "allOf", "$ref", "not")
+_ALTERNATIVES = ("anyOf", "oneOf")
+_OF_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
@@ -55,24 +57,68 @@ class _Written:
     def _value(self, schema: Any, kept: dict[str, Any], tool: CalledTool, markers: Markers) -> str:
         inner: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
         types, end = types_of(inner), markers.lark(*self.behind_value)
-        named = [inner["const"]] if "const" in inner else inner.get("enum")
-        if isinstance(named, list) and named and all(isinstance(one, str) for one in named):
-            return f"({' | '.join(map(json.dumps, named))}) {end}"
-        if "string" in types or not (types or "$ref" in inner):
-            if tool.follows:
-                _check(inner, _OF_TEXTS, tool)
+        listed = [self._text(value, inner) for value in _listed(inner) or ()]
+        if texts := [text for text in listed if text is not None]:
+            return f"({' | '.join(map(json.dumps, texts))}) {end}"
+        if "string" in types or inner.keys() <= _OF_NOTHING:
+            if tool.follows and (limit := _limit_of_texts(inner)):
+                _refuse(limit, tool)
             return "value_text"
         argument = CalledTool(tool.name, {**kept, **inner}, tool.follows)
         return f"{argument.rule()} {end}"
+
+    def _text(self, value: Any, schema: Mapping[str, Any]) -> str | None:
+        """What is written for a value so that it is read as that value; None: nothing is."""
+        before = "\n" if self.behind_key[-1].endswith("\n") else ""
+        after = "\n" if self.behind_value[0] == "\n" else ""
+        written = json.dumps(value, ensure_ascii=False)
+        for text in (value, written) if isinstance(value, str) else (written,):
+            is_read = json.dumps(json.loads(read_value(before + text + after, schema)), ensure_ascii=False)
+            if is_read == written and self.tags.value[1] not in text:
+                return text
+        return None
+
+
+def _listed(schema: Any) -> list[Any] | None:
+    """The values of a schema that lists all of them, also in alternatives; None: it does not."""
+    if not isinstance(schema, Mapping):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    for name in _ALTERNATIVES:
+        if isinstance(schema.get(name), list):
+            inner = [_listed(one) for one in schema[name]]
+            return None if None in inner else [value for one in inner for value in one or ()]
+    return [None] if schema.get("type") == "null" else None
+
+
+def _limit_of_texts(schema: Any) -> str:
+    """A keyword that limits the texts which a schema takes; "": it takes any text."""
+    if not isinstance(schema, Mapping):
+        return ""
+    for keyword in _OF_TEXTS:
+        if keyword in schema:
+            return keyword
+    for name in _ALTERNATIVES:
+        alternatives = schema[name] if isinstance(schema.get(name), list) else []
+        limits = [_limit_of_texts(one) for one in alternatives if "string" in (types_of(one) or {"string"})]
+        if limits and all(limits):
+            return limits[0]
+    return ""
 
 
 def _check(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: CalledTool) -> None:
     for keyword in keywords:
         if keyword in schema:
-            raise InvalidRequest(
-                f"{tool.place}: {keyword!r} cannot be followed in the form in which this model writes calls",
-                "tools",
-            )
+            _refuse(keyword, tool)
+
+
+def _refuse(keyword: str, tool: CalledTool) -> None:
+    raise InvalidRequest(
+        f"{tool.place}: {keyword!r} cannot be followed in the form in which this model writes calls", "tools"
+    )
 
 
 def _qwen_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

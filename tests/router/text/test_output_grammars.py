@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -89,8 +90,14 @@ def drawn(tokenization: Tokenization) -> Drawn:
     return Drawn(tokenization)
 
 
-def said(formats: OutputFormats, text: str, prompt_end: str = "", required: bool = True) -> Said:
-    parsing = formats.parsing(prompt_end, {tool.name: tool.schema for tool in TOOLS}, required=required)
+def said(
+    formats: OutputFormats,
+    text: str,
+    prompt_end: str = "",
+    required: bool = True,
+    tools: Sequence[CalledTool] = TOOLS,
+) -> Said:
+    parsing = formats.parsing(prompt_end, {tool.name: tool.schema for tool in tools}, required=required)
     assert parsing is not None
     parser, found = parsing.parser(1), Said()
     found.add(parser.feed(text) + parser.end())
@@ -237,6 +244,51 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
         wanted = CallsWanted([CalledTool("f", strict, True, "tools.0")], True, False)
         with pytest.raises(InvalidRequest, match=r"tools\.0: '(pattern|anyOf)'"):
             formats["glm45"].grammar("", wanted, False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"enum": [1, 2]}, [1, 2]),
+        ({"enum": [1, "a"]}, [1, "a"]),
+        ({"const": "5"}, ["5"]),
+        ({"type": ["string", "null"], "enum": ["a", "null", None]}, ["a", None]),
+        ({"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]}, ["a", "b", None]),
+        ({"oneOf": [{"const": 1}, {"const": "a"}]}, [1, "a"]),
+        ({"allOf": [{"type": "boolean"}]}, [True, False]),
+        ({"type": "string", "enum": ["a\n", "b"]}, ["a\n", "b"]),
+    ],
+)
+def test_strict_arguments_a_tag_are_of_the_values_that_are_listed(
+    drawn: Drawn, schema: dict[str, Any], values: list[Any]
+) -> None:
+    tools = [CalledTool("f", {"properties": {"a": schema}, "required": ["a"]}, True)]
+    for name in ("qwen3_coder", "seed_oss", "glm45"):
+        formats = OutputFormats("", drawn.tokens, (), name, "none")
+        grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(tools, True, False), False))
+        for seed in range(8):
+            text = drawn.text(grammar, seed, most=100)
+            assert text is not None
+            (call,) = said(formats, text, tools=tools).calls
+            assert json.loads(call.arguments)["a"] in values
+
+
+def test_limits_of_texts_that_strict_arguments_a_tag_cannot_have_are_refused(drawn: Drawn) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "qwen3_coder", "none")
+    text = {"type": "string"}
+    for schema, word in (
+        ({"anyOf": [{**text, "maxLength": 3}, {"type": "null"}]}, "maxLength"),
+        ({"anyOf": [{**text, "enum": ["a"]}, {"type": "integer"}]}, "enum"),
+        ({"anyOf": [text, {**text, "enum": ["a"]}]}, ""),
+        ({"description": "any"}, ""),
+    ):
+        tool = CalledTool("f", {"properties": {"a": schema}}, True, "tools.0")
+        wanted = CallsWanted([tool], True, False)
+        if word:
+            with pytest.raises(InvalidRequest, match=rf"tools\.0: '{word}'"):
+                formats.grammar("", wanted, False)
+        else:
+            assert "value_text" in formats.grammar("", wanted, False)
 
 
 def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
