@@ -148,15 +148,16 @@ def read_value(value: str, schema: Any) -> str:
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema names, also in alternatives; without any, all are possible."""
+    """The JSON types that a schema names, also in alternatives; without any, all are possible. What is no
+    JSON schema names none."""
     if not isinstance(schema, Mapping):
         return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    named, listed = schema.get("type"), schema.get("enum")
+    types = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else []:
             types |= types_of(one)
-    if all(isinstance(one, str) for one in schema.get("enum") or [0]):
+    if isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed):
         types.add("string")
     return types
 

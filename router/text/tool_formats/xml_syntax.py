@@ -29,14 +29,17 @@ class _Written:
     behind_value: tuple[str, ...]
 
     def arguments(self, tool: CalledTool, markers: Markers) -> str:
-        """Those of a tool. Raises InvalidRequest for a strict schema that cannot be followed."""
+        """Those of a tool. Raises InvalidRequest for a strict schema that cannot be followed, and for
+        `required` that is no list."""
         schema = tool.schema
         if tool.follows:
             _check(schema, _COMBINED, tool)
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return "" if tool.follows else f"({self._argument(_ANY_KEY, 'value_text', markers)})*"
-        required = schema.get("required") or ()
+        required = schema.get("required") or []
+        if not isinstance(required, list):
+            raise InvalidRequest(f"{tool.place}: 'required' is a list of names", "tools")
         kept = {key: schema[key] for key in _KEPT if key in schema}
         written = []
         for key, inner in properties.items():

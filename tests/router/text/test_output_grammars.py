@@ -291,6 +291,18 @@ def test_limits_of_texts_that_strict_arguments_a_tag_cannot_have_are_refused(dra
             assert "value_text" in formats.grammar("", wanted, False)
 
 
+@pytest.mark.parametrize("schema", [{"type": 5}, {"enum": 5}, {"anyOf": 5}, {"type": {"a": 1}}, 5])
+def test_what_is_no_schema_is_no_failure(drawn: Drawn, schema: Any) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "qwen3_coder", "none")
+    tools = [CalledTool("f", {"properties": {"a": schema}, "required": ["a"]}, False, "tools.0")]
+    assert formats.grammar("", CallsWanted(tools, True, False), False)
+    (call,) = said(formats, "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", tools=tools).calls
+    assert call.arguments == '{"a": 1}'
+    tools = [CalledTool("f", {"properties": {"a": {}}, "required": True}, False, "tools.0")]
+    with pytest.raises(InvalidRequest, match=r"tools\.0: 'required'"):
+        formats.grammar("", CallsWanted(tools, True, False), False)
+
+
 def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for follows in (True, False):
