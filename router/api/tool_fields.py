@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +14,7 @@ from router.text.tool_formats.syntax import CalledTool
 
 MOST_TOOLS = 1024
 _LONGEST_NAME = 256  # characters
+_NAME = re.compile(rf"[\w.:/-]{{1,{_LONGEST_NAME}}}")  # what every form of calls can have
 Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)]
 
@@ -133,8 +135,9 @@ def _name(tool: dict[str, Any], place: str) -> str:
     if not isinstance(function, dict):
         raise InvalidRequest(f"{place}.function: an object is needed", "tools")
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise InvalidRequest(f"{place}.function.name: 1 to {_LONGEST_NAME} characters are needed", "tools")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        told = f"1 to {_LONGEST_NAME} letters, digits and characters of '_.:/-' are needed"
+        raise InvalidRequest(f"{place}.function.name: {told}", "tools")
     if not isinstance(function.get("parameters") or {}, dict):
         raise InvalidRequest(f"{place}.function.parameters: a JSON schema is an object", "tools")
     return name

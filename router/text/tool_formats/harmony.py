@@ -21,7 +21,7 @@ MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 _HEADS = (START, CHANNEL)
 _LONGEST_HEAD = 512  # characters
-_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
+_FUNCTION = re.compile(r"to=functions\.([\w.:/-]+)")
 _ANALYSIS = re.compile(r"(^|<\|channel\|>)\s*analysis\b")
 
 

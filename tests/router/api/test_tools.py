@@ -243,6 +243,7 @@ def test_grammars_demand_calls(
         ({"tools": [{"type": "custom"}]}, "tools", "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function"),
         ({"tools": [{"function": {"name": ""}}]}, "tools", "tools.0.function.name"),
+        ({"tools": [{"function": {"name": "get weather"}}]}, "tools", "tools.0.function.name"),
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools", "parameters"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         (

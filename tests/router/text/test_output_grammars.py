@@ -303,6 +303,17 @@ def test_what_is_no_schema_is_no_failure(drawn: Drawn, schema: Any) -> None:
         formats.grammar("", CallsWanted(tools, True, False), False)
 
 
+@pytest.mark.parametrize("name", ["none", *WITH_SYNTAX, "openai"])
+def test_every_name_that_a_tool_may_have_is_read(drawn: Drawn, name: str) -> None:
+    formats = OutputFormats("", drawn.tokens, (), name, "none" if name != "openai" else "auto")
+    tools = [CalledTool("a_1.b:c/d-e\u00e9", {"properties": {}, "maxProperties": 0}, True)]
+    grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(tools, True, False), False))
+    texts = [text for seed in range(10) if (text := drawn.text(grammar, seed)) is not None]
+    assert texts
+    for text in texts:
+        assert [call.name for call in said(formats, text, tools=tools).calls] == [tools[0].name]
+
+
 def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for follows in (True, False):
