@@ -170,12 +170,12 @@ def through(source: Source, marker: str, most: int) -> Reading[str | None]:
     """Take the text before a marker, and the marker. Returns that text; None, with nothing taken, if the text
     ends before, or goes on for more than `most` characters."""
     while True:
-        at = source.text.find(marker)
-        if 0 <= at <= most:
+        at = source.text.find(marker, 0, most + len(marker))
+        if at >= 0:
             taken = source.take(at)
             source.take(len(marker))
             return taken
-        if source.ended or at > most or len(source.text) > most + len(marker):
+        if source.ended or len(source.text) >= most + len(marker):
             return None
         yield None
 

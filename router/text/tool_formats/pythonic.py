@@ -69,6 +69,8 @@ def _size(source: Source) -> Reading[int]:
                 quote = "" if char == quote else quote
             elif char in "\"'":
                 quote = char
+            elif char in "<\\":
+                return 0  # neither is in such a list. The token of the next one has the first: this one ends
             else:
                 depth += (char in "([{") - (char in ")]}")
                 if not depth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -309,6 +310,16 @@ def test_the_deepest_call_that_is_told_can_be_given_back(tools: str) -> None:
         for name, arguments in calls:
             call = {"id": "c", "function": {"name": name, "arguments": arguments}}
             Chat([with_parsed_arguments({"role": "assistant", "tool_calls": [call]}, "messages.0")])
+
+
+@pytest.mark.parametrize(
+    "opening", ["<|python_start|>[f(", "<|python_start|>[f(a='", '<|python_start|>[f(a=\\"']
+)
+def test_lists_that_never_end_are_not_read_to_the_end_of_the_text_each(opening: str) -> None:
+    text = opening * 4000
+    began = time.process_time()
+    assert found(parts_of([text], "pythonic")) == ("", text, [])
+    assert time.process_time() - began < 5  # it took half a minute
 
 
 THOUGHTS: list[tuple[str, str, str, Found]] = [
