@@ -116,6 +116,7 @@ class ChoiceOutput:
         self._push = detokenizer.push
         self._flush = detokenizer.flush
         self._stops = StopStrings(stop) if stop else None
+        self._unsaid = submission.kept_special  # for the parser alone: stop strings are of what is said
         self._keep_stop = keep_stop
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
@@ -139,6 +140,9 @@ class ChoiceOutput:
             piece = self._push(token)
             if self._stops is None:
                 text += piece
+                continue
+            if token in self._unsaid:
+                text += self._stops.flush() + piece
                 continue
             shown, hit = self._stops.push(piece)
             text += shown

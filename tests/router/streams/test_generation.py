@@ -16,7 +16,7 @@ from router.api.openai.answers import CompletionStyle, SseWriter
 from router.api.openai.shown import Shown
 from router.streams.generation import MOST_UNREAD, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
-from tests.support.tokenizers import byte_fallback
+from tests.support.tokenizers import byte_fallback, byte_level
 from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 
 
@@ -125,6 +125,20 @@ def test_a_client_is_not_slow_because_much_comes_in_one_turn(model: Path) -> Non
         assert request.generation.output_tokens() == told + 2
 
     asyncio.run(run())
+
+
+def test_stop_strings_are_not_looked_for_in_tokens_that_only_a_parser_reads(tmp_path: Path) -> None:
+    tokenization = Tokenization(byte_level(tmp_path))
+    marker, before, after = tokenization.added_ids()["<|im_start|>"], *map(tokenization.encode, ("a", ">b<c"))
+    kept = frozenset({marker})
+    submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), kept_special=kept)
+    request = Request(tmp_path)
+    generation = Generation(submission, Collection(1), request, request)
+    detokenizer = tokenization.detokenizers.make(kept=kept)
+    output = ChoiceOutput(generation.choices[0], generation, detokenizer, ("<", "a>", ">>"))
+    text, delta, stopped = output.read(OutputDelta([*before, marker, *after]))
+    assert (text, stopped) == ("a<|im_start|>>b", True)
+    assert delta.matched == "<"
 
 
 def test_a_choice_that_fails_stops_the_others_after_what_came_before(model: Path) -> None:
