@@ -129,7 +129,7 @@ class Moves:
         shipper = self._shipper
         if shipper is None:
             return
-        for sent in shipper.take_sent():
+        for sent in shipper.take_sent(now):
             move = self._of(sent.room, sent.epoch)
             if move is not None and move.stage is not MoveStage.OFFERED:
                 self._landed(move, sent, now)

@@ -161,7 +161,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
                 room.hold = PrefillHold.PARKED
                 self.scheduler.hand_off.park(room.req)
                 self.questions.ask(room.decode, KVReady(room.room, room.epoch), now)
-        for sent in self._shipper.take_sent():
+        for sent in self._shipper.take_sent(now):
             self._take_sent(sent)
 
     def sweep(self, now: float) -> None:

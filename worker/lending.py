@@ -134,7 +134,6 @@ class Lending:
         except TransferError as error:
             raise NotLent(RefusalCause.UNREACHABLE, str(error)) from None
         lent = self._prefixes.lock(key, fetch.have, fetch.groups, pool.reads_host(endpoint))
-        services.transfer.used(endpoint, requester, now)
         sender = KVSender(
             self._threads,
             fetch.transfer,
@@ -145,6 +144,7 @@ class Lending:
             self._primary,
             services.options.kv_checksums.stricter(fetch.checksums),
         )
+        services.transfer.opened(endpoint, requester, now)
         self._loans[fetch.transfer] = _Loan(requester, lent, sender, now)
         end, needed_from = lent.pages * self._page_size, {"window": self._prefixes.window_from(lent.pages)}
         sender.send(lent.device, end, True, needed_from, lent.host)
@@ -166,6 +166,7 @@ class Lending:
     def _written(self, sent: Sent, now: float) -> None:
         """No page of the loan is read any more."""
         loan = self._loans.pop(sent.room)
+        self._services.transfer.closed(loan.sender.endpoint, now)
         if sent.error is None:
             answer: Fetched | FetchRefused = Fetched(
                 sent.room, loan.lent.pages, loan.lent.digest, sent.kv_bytes, sent.checksums

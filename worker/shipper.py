@@ -13,7 +13,7 @@ from kvcache.tiers.reads import TierRead
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from scheduler.pages import Pages
 from scheduler.req import Req
-from wire.messages.transfer import KVTarget
+from wire.messages.transfer import KVTarget, TransferEndpoint
 from wire.stages import RequestStage
 from worker.services import Services
 
@@ -46,6 +46,7 @@ class PageShipper:
         self._nudge = services.mailbox.nudge
         self._reads = None if services.memory.tiers is None else services.memory.tiers.reads
         self._reading: set[TierRead] = set()
+        self._opened: dict[tuple[int, int], TransferEndpoint] = {}  # where rooms' pages go, until their Sent
         self._sent: queue.SimpleQueue[Sent | _Read] = queue.SimpleQueue()
         self._threads = SenderThreads(
             self._transfer.sender, self._transfer.regions, self._post, arenas=self._transfer.arenas
@@ -64,8 +65,7 @@ class PageShipper:
         if target.layout != self._transfer.layout:
             raise TransferError(f"decode worker {target.decode} lays its pages out differently")
         endpoint = self._transfer.sender.choose(target)
-        self._transfer.used(endpoint, decode, now)
-        return KVSender(
+        sender = KVSender(
             self._threads,
             target.room,
             target.epoch,
@@ -75,6 +75,9 @@ class PageShipper:
             self._primary,
             checks=self._checks.stricter(target.checksums),
         )
+        self._transfer.opened(endpoint, decode, now)
+        self._opened[target.room, target.epoch] = endpoint
+        return sender
 
     def ship_committed(self, sender: KVSender, req: Req) -> None:
         """Send the whole pages of the primary group that are computed: nothing changes them any more."""
@@ -126,11 +129,12 @@ class PageShipper:
         pages = {**self._primary_pages(req, end), **self._last_pages(req, end)}
         sender.send(pages, end, True, self._needed_from(end))
 
-    def take_sent(self) -> Iterator[Sent]:
+    def take_sent(self, now: float) -> Iterator[Sent]:
         """What the threads have posted since the last call."""
         while not self._sent.empty():
             posted = self._sent.get()
             if isinstance(posted, Sent):
+                self._transfer.closed(self._opened.pop((posted.room, posted.epoch)), now)
                 yield posted
             else:
                 self._end(posted)

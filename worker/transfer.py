@@ -57,9 +57,13 @@ class PoolTransport:
         self.sender.close()
         self.receiver.close()
 
-    def used(self, endpoint: TransferEndpoint, mailbox: str, now: float) -> None:
-        """Pages go to this endpoint, of the worker at `mailbox`."""
-        self._peers.used(endpoint, mailbox, now)
+    def opened(self, endpoint: TransferEndpoint, mailbox: str, now: float) -> None:
+        """Pages of a KVSender go to this endpoint, of the worker at `mailbox`, until it is `closed`."""
+        self._peers.opened(endpoint, mailbox, now)
+
+    def closed(self, endpoint: TransferEndpoint, now: float) -> None:
+        """A KVSender to this endpoint has posted its Sent."""
+        self._peers.closed(endpoint, now)
 
     def on_lost(self, mailbox: str) -> None:
         """A mailbox has gone down. What is being sent to that worker fails at once."""
