@@ -44,6 +44,11 @@ class Retransmitter:
     def __len__(self) -> int:
         return len(self._pending)
 
+    @property
+    def receivers(self) -> set[str]:
+        """The mailboxes for which messages are repeated."""
+        return {key.to for key in self._pending}
+
     def __contains__(self, key: RetransmitKey) -> bool:
         """Whether a message is being repeated."""
         return key in self._pending

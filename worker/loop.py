@@ -313,5 +313,8 @@ class Worker:
             for room in self.rooms():
                 self._role.fail(room, RejectKind.DRAINING, f"worker {self.id} is leaving")
         services, idle = self._services, self._scheduler.idle  # idle: no forward is under way either
-        if idle and not len(services.rooms) and not self._role.busy and not len(services.retransmitter):
+        if not idle or len(services.rooms) or self._role.busy:
+            return
+        # A receiver that is down sees that this worker has left, if it ever comes back.
+        if all(map(self._lost_peers.is_down, services.retransmitter.receivers)):
             self._drain.finish()

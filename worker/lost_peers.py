@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from wire.peer_monitors import PeerState
 
-_KEPT_S = 60.0  # a mailbox forgets a peer that stays down, and for which nothing waits, much sooner
+_KEPT_S = 300.0  # a mailbox forgets a peer that stays down, and for which nothing waits, much sooner
 
 
 class LostPeers:
@@ -17,6 +17,10 @@ class LostPeers:
 
     def __init__(self) -> None:
         self._down: dict[str, float] = {}  # peer -> when it was last reported down; it has not been up since
+
+    def is_down(self, address: str) -> bool:
+        """Whether a peer was reported down, not long ago, and has not been up since."""
+        return address in self._down
 
     def is_lost(self, address: str, state: PeerState, now: float) -> bool:
         """A report has come. Whether it says that a peer is down which was not known to be."""

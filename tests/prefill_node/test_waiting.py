@@ -279,3 +279,21 @@ def test_a_target_that_crosses_the_end_of_the_room_does_not_make_it_fail(both: P
     wait(both, 1)
     assert both.outputs[1].tokens == right(both, 1)
     both.settle()
+
+
+def test_a_message_to_a_worker_that_is_down_keeps_no_worker_from_leaving(both: Pair) -> None:
+    """Of a role that changes, too: a decode worker is wanted when one has died."""
+    both.ask(1, prompt_of(1, 50), 6)
+    both.hold_back(KVDone)
+    both.run_dry_without(both.decode)
+    assert not both.prefill.rooms()
+    both.prefill.drain(0.0)
+    both.pass_time(0.5)
+    assert not both.prefill.drain(0.0), "decode may want to hear that its pages have landed"
+    mailbox = both.prefill.parts.services.mailbox
+    assert isinstance(mailbox, FakeMailbox)
+    mailbox.peers[both.decode.record().mailbox] = PeerState.DOWN
+    both.turn(both.prefill)
+    both.clock.now += 0.5
+    both.turn(both.prefill)
+    assert both.prefill.drain(0.0)
