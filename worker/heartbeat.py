@@ -11,6 +11,7 @@ than at the next renewal, so that routers choose by recent figures.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _GAP_S = 0.1  # least time between two announcements
 _JOIN_S = 0.25  # between two Joins
+_SHARE = 1 / 3  # of a lease, at most, between two renewals: one of them may be lost
 
 DirectoryAnswer = Joined | Announced | AnnounceRefused | Replaced
 
@@ -59,14 +61,16 @@ class Heartbeat:
         record: Callable[[], WorkerRecord],
         interval_s: float,
     ) -> None:
-        """`record` is the record of `worker`, with this object's `incarnation`."""
+        """`record` is the record of `worker`, with this object's `incarnation`. The interval is shorter where
+        the directory's lease asks for it."""
         self.incarnation = 0  # 0: not joined yet
         self._mailbox = mailbox
         self._resolve = resolve
         self._worker = worker
         self._nonce = secrets.randbits(62) + 1
         self._record = record
-        self._interval_s = interval_s
+        self._longest_s = interval_s
+        self._lease_s = math.inf  # until the directory has said it
         self._address: str | None = None
         self._answered_at = 0.0
         self._announced = WorkerLoad()
@@ -100,11 +104,12 @@ class Heartbeat:
         match answer:
             case Joined():
                 if answer.nonce == self._nonce and not self.incarnation:
+                    self._lease_s = answer.lease_s
                     self.incarnation = answer.incarnation
                     self._soon.set()
                 return
             case Announced():
-                self._answered_at = time.monotonic()
+                self._answered_at, self._lease_s = time.monotonic(), answer.lease_s
                 self._settings = self._settings.with_told(answer.settings)
             case AnnounceRefused():
                 self._refusal = ConfigError(answer.key, answer.problem, answer.remedy)
@@ -156,6 +161,10 @@ class Heartbeat:
             self.announce_soon()
             self._stop.wait(min(_GAP_S, self._interval_s))
             self._soon.wait(max(0.0, self._interval_s - _GAP_S))
+
+    @property
+    def _interval_s(self) -> float:
+        return min(self._longest_s, _SHARE * self._lease_s)
 
     def _join(self) -> None:
         """Ask for an incarnation. A directory that has just started may answer a later question."""

@@ -274,7 +274,10 @@ class LivenessOptions(Options):
 
     join_timeout_s: float = Field(60.0, gt=0, description="bound on the directory's first answer")
     announce_interval_s: float = Field(
-        1.0, gt=0, description="how often a worker renews its lease and tells its load"
+        1.0,
+        gt=0,
+        description="how often a worker renews its lease and tells its load; never less than three times in "
+        "a lease",
     )
     output_lease_s: float = Field(
         60.0, gt=0, description="how long finished output waits for the router's Ack"

@@ -62,17 +62,21 @@ def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
 
 
 def _listen(
-    directory: Mailbox, heartbeat: Heartbeat, heard: queue.Queue[Announce | Withdraw], enough: threading.Event
+    directory: Mailbox,
+    heartbeat: Heartbeat,
+    heard: queue.Queue[Announce | Withdraw],
+    enough: threading.Event,
+    lease_s: float = 6000.0,
 ) -> None:
     """The directory. Its answers go to the heartbeat at once; a worker's loop would pass them on."""
     while not enough.is_set():
         for mail in directory.wait(0.05):
             match mail.message:
                 case Join() as message:
-                    heartbeat.on_answer(Joined(message.worker, message.nonce, 1, 3.0))
+                    heartbeat.on_answer(Joined(message.worker, message.nonce, 1, lease_s))
                 case Announce() as message:
                     heard.put(message)
-                    heartbeat.on_answer(Announced(message.record.id, message.record.incarnation, 3.0))
+                    heartbeat.on_answer(Announced(message.record.id, message.record.incarnation, lease_s))
                 case Withdraw() as message:
                     heard.put(message)
 
@@ -100,3 +104,20 @@ def test_settings_are_kept_for_a_directory_that_knows_less() -> None:
         thread.join(timeout=10.0)
         heartbeat.stop()
         assert heard[:3] == [NO_SETTINGS, told[0], told[0]]
+
+
+def test_a_lease_that_is_shorter_than_the_interval_is_renewed_in_time() -> None:
+    """Else every worker would be taken for lost where leases are short, or announcements rare."""
+    heard: queue.Queue[Announce | Withdraw] = queue.Queue()
+    enough = threading.Event()
+    with Mailbox() as directory, Mailbox() as worker:
+        heartbeat = Heartbeat(worker, lambda: directory.address, "p0", record, interval_s=600.0)
+        arguments = (directory, heartbeat, heard, enough, 0.6)
+        thread = threading.Thread(target=_listen, args=arguments, daemon=True)
+        thread.start()
+        heartbeat.start(timeout_s=10.0)
+        for _ in range(4):
+            assert isinstance(heard.get(timeout=10), Announce)
+        enough.set()
+        thread.join(timeout=10)
+        heartbeat.stop()
