@@ -69,9 +69,13 @@ class _Stages:
         self.spoiled = 0
 
     def take(self) -> _Stage:
+        """Raises TransferError when a new one is needed and cannot be registered."""
         with self._lock:
             if not self._free:
-                self._all.append(_Stage(self._engine))
+                try:
+                    self._all.append(_Stage(self._engine))
+                except ConfigError as error:
+                    raise TransferError(f"no staging buffer: {error}") from None
                 return self._all[-1]
             return self._free.pop()
 
@@ -192,11 +196,10 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         return end
 
     def _see_staged(self, stream: Stream, station: _Station, grant: Grant) -> None:
-        with self._lock:
-            stage = None if station.stopped else station.stages.take()
-        if stage is None:
-            self._rooms.finish(grant, landed=False)
-            raise TransferError("Mooncake was restarted")
+        with self._storing(grant), self._lock:
+            if station.stopped:
+                raise TransferError("Mooncake was restarted")
+            stage = station.stages.take()
         landed = False
         try:
             with self._storing(grant):

@@ -8,10 +8,11 @@ from contextlib import closing
 import pytest
 import torch
 
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 from kvcache.page_runs import as_pages
 from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import End
+from kvtransfer.mooncake_engine import MooncakeEngine
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import KVReceiver, PoolReceiver
 from kvtransfer.region import GroupRegion
@@ -26,15 +27,20 @@ PAGES = as_pages([1, 2])
 WRITE = PageWrite(1, 0, "full", PAGES, PAGES)
 
 
-def granted(receiver: PoolReceiver) -> Channel:
-    """A connection on which the write was granted."""
+def channel_to(receiver: PoolReceiver) -> Channel:
+    """A new connection."""
     (endpoint,) = receiver.endpoints
-    if endpoint.backend == "tcp":
+    if endpoint.backend in ("tcp", "mooncake"):
         sock = connected_socket(endpoint.address, Bounds())
     else:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + endpoint.address.removeprefix("@"))
-    channel = Channel(Line(sock), endpoint, Bounds())
+    return Channel(Line(sock), endpoint, Bounds())
+
+
+def granted(receiver: PoolReceiver) -> Channel:
+    """A connection on which the write was granted."""
+    channel = channel_to(receiver)
     channel.begin(WRITE, 64)
     return channel
 
@@ -117,3 +123,19 @@ def test_the_fence_of_a_pool_on_a_device_waits_for_late_copies(backend: str, lat
         fence = receiver.close_room(1, 0)
         assert fence.passed is (late_waits == 1)
         assert fence.passed is not bool(copies.queued), "nothing is queued once the fence has passed"
+
+
+def test_a_write_for_which_no_staging_buffer_can_be_registered_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Locked memory may run out while a worker runs. The room's pages must not stay out of use for ever."""
+    with receiving("mooncake", 4, 64) as (receiver, _):
+
+        def refuse(self: MooncakeEngine, ptr: int, nbytes: int) -> None:
+            raise ConfigError("kv_transfer_backend", f"Mooncake cannot register {nbytes} bytes", "use tcp")
+
+        monkeypatch.setattr(MooncakeEngine, "register", refuse)
+        receiver.open(1, 0, {"full": PAGES})
+        with closing(channel_to(receiver)) as channel, pytest.raises(TransferError):
+            channel.begin(WRITE, 64)
+        assert receiver.close_room(1, 0).wait(5.0)
