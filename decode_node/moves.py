@@ -86,7 +86,7 @@ class Moves:
         key = OutputKey(target.room, target.epoch)
         room: DecodeRoom | None = services.rooms.get(target.room)
         if room is None or target.epoch <= max(room.epoch, room.moves_over):
-            self._tell_failed(sender, key, "the room does not decode here, or its move is over")
+            self.refuse(sender, key, "the room does not decode here, or its move is over")
             return
         known = self._moves.get(room.key)
         if known is not None and known.key != key:
@@ -94,13 +94,13 @@ class Moves:
             known = None
         if known is None and room.req.state is ReqState.PAUSED:
             room.moves_over = target.epoch
-            self._tell_failed(sender, key, "the room is paused: its router is gone")
+            self.refuse(sender, key, "the room is paused: its router is gone")
             return
         if known is None and room.hold is DecodeHold.SCHEDULER:  # else the target comes again
             try:
                 opened = self._open_shipper().open(target, sender, time.monotonic())
             except TransferError as error:
-                self._tell_failed(sender, key, str(error))
+                self.refuse(sender, key, str(error))
                 return
             room.moving_to = sender
             known = Move(room, sender, key, target.context_tokens, opened, room.req.retractions)
@@ -115,6 +115,17 @@ class Moves:
             self._fail(move, message.reason, tell=False)
         elif room is not None:  # its KVTarget may come yet
             room.moves_over = max(room.moves_over, message.epoch)
+
+    def refuse(self, to: str, key: OutputKey, reason: str) -> None:
+        """Tell the other worker of a move, until it confirms that, that the room goes on where it is."""
+        timeout_s = self._services.options.hand_off_timeout_s
+        self._services.retransmitter.say(
+            _refusal(to, key), KVFailed(*key, reason), time.monotonic(), timeout_s
+        )
+
+    def is_refused(self, to: str, key: OutputKey) -> bool:
+        """Whether a worker is being told so."""
+        return _refusal(to, key) in self._services.retransmitter
 
     def on_lost(self, address: str) -> None:
         """A mailbox has gone down. Rooms on their way to that worker stay."""
@@ -206,14 +217,7 @@ class Moves:
         if move.stage is not MoveStage.DECODING:
             self._hand_off.resume(move.room.req)
         if tell:
-            self._tell_failed(move.to, move.key, reason)
-
-    def _tell_failed(self, to: str, key: OutputKey, reason: str) -> None:
-        message = KVFailed(*key, reason)
-        timeout_s = self._services.options.hand_off_timeout_s
-        self._services.retransmitter.say(
-            RetransmitKey(to, *key, kind_of(message)), message, time.monotonic(), timeout_s
-        )
+            self.refuse(move.to, move.key, reason)
 
     def _of(self, room: int, epoch: int) -> Move | None:
         """The move of which a message speaks."""
@@ -225,3 +229,8 @@ class Moves:
         if self._shipper is None:
             self._shipper = PageShipper(self._services, RequestStage.DECODE_TRANSFER_KV_CACHE)
         return self._shipper
+
+
+def _refusal(to: str, key: OutputKey) -> RetransmitKey:
+    """Names the KVFailed."""
+    return RetransmitKey(to, *key, "kv_failed")

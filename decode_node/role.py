@@ -31,6 +31,7 @@ from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.stages import RequestStage
 from worker.holds import QuarantineOwner
+from worker.outbox import OutputKey
 from worker.quarantine import Quarantine
 from worker.role import WorkerRole
 from worker.rooms import StartVerdict
@@ -147,18 +148,18 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             case KVTarget() as target:
                 self._moves.on_target(mail.sender, target)
             case KVDone() | KVFailed() | Release() as message:
-                answer: Receipt | KVFailed = Receipt(message.room, message.epoch, kind_of(message))
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not DecodeHold.SCHEDULER:
                     if mail.sender != room.prefill:
                         self.strays.note(mail.sender, message)
                         return
-                    problem = self._hand_off_ended(room, message)
-                    if problem and room.is_move:  # a Receipt would end the room where it is
-                        answer = KVFailed(message.room, message.epoch, problem)
+                    self._hand_off_ended(room, message)
                 elif isinstance(message, KVFailed):
                     self._moves.on_failed(message)
-                self.mailbox.send(mail.sender, answer)
+                key = OutputKey(message.room, message.epoch)
+                # A Receipt for the KVDone of a room that is not taken over would end it where it is.
+                if not isinstance(message, KVDone) or not self._moves.is_refused(mail.sender, key):
+                    self.mailbox.send(mail.sender, Receipt(*key, kind_of(message)))
             case KVReady() as message:
                 self._tell_whether_known(mail.sender, message)
 
@@ -170,24 +171,21 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         elif self.rooms.admission(room, epoch) is StartVerdict.STALE:
             self.mailbox.send(prefill, Abort(room, epoch, "the room is over on decode"))
 
-    def _hand_off_ended(self, room: DecodeRoom, message: KVDone | KVFailed | Release) -> str:
-        """Returns why what has arrived cannot be used, or ""."""
+    def _hand_off_ended(self, room: DecodeRoom, message: KVDone | KVFailed | Release) -> None:
         self.questions.end(room.key)
         self.retransmitter.forget_room(room.room, room.epoch)
         match message:
             case KVDone():
-                return self._commit(room, message)
+                self._commit(room, message)
             case KVFailed():
                 blamed = "" if message.blameless else room.prefill or ""
                 self.fail(room, RejectKind.FAILED, f"no KV came from prefill: {message.reason}", blamed)
             case Release():  # token 0 ended the request, and prefill has told the router
                 self.end(room)
                 self.abandon(room)
-        return ""
 
-    def _commit(self, room: DecodeRoom, done: KVDone) -> str:
-        """Check what has arrived and let the request decode. When something is wrong the room fails, and the
-        answer says why."""
+    def _commit(self, room: DecodeRoom, done: KVDone) -> None:
+        """Check what has arrived and let the request decode. When something is wrong the room fails."""
         hand_off, req = self.scheduler.hand_off, room.req
         try:
             if room.receiver is None:
@@ -201,13 +199,12 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 log.warning("%s: a bad page came from %s: %s", self.worker_id, room.prefill, error)
                 self.scheduler.metrics.bad_hand_offs += 1
             self.fail(room, RejectKind.FAILED, str(error), room.prefill or "")
-            return str(error)
+            return
         room.hold = DecodeHold.SCHEDULER
         req.stamp(RequestStage.DECODE_TRANSFERRED)
         hand_off.add_transferred(
             req, done.first_token, done.logprobs, done.cached_tokens, done.output, done.output_logprobs
         )
-        return ""
 
     # -- the room ends -----------------------------------------------------------------------------
 
@@ -219,6 +216,8 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     def abandon(self, room: DecodeRoom) -> None:
         if self._moves.drop(room):  # the router has heard of it from the other worker first
             self.tell_router(room, self.timeline(room))
+        if room.is_move and room.hold is not DecodeHold.SCHEDULER:
+            self._moves.refuse(room.prefill or "", room.key, "it was given up where it should go on")
         match room.hold:
             case DecodeHold.BOOTSTRAP:
                 self._bootstrap.remove(room.req)

@@ -283,3 +283,21 @@ def test_the_old_worker_sends_its_stages(two: TwoDecoders) -> None:
     assert room.hold is DecodeHold.SCHEDULER  # type: ignore[attr-defined]
     two.finish()
     two.settle()
+
+
+def test_a_room_that_is_not_wanted_any_more_where_it_should_go_stays_where_it_is(two: TwoDecoders) -> None:
+    """The other worker has heard of the end of the move first, and then comes the KV."""
+    stream = two.ask(1, prompt_of(1, 40), 120)
+    two.until(1, 4)
+    two.move(1)
+    done = two.hold_back(KVDone)
+    two.cancel(1)
+    late = two.hold_back(KVFailed)
+    assert late.sender == two.router
+    two.network.letters.append(done)
+    two.finish()
+    assert not stream.lost
+    assert stream.rejected == []
+    assert stream.tokens == two.right(1)
+    assert two.computed(1) == 0
+    two.settle()
