@@ -71,10 +71,7 @@ class MailHandler:
                 self._start_room(mail.sender, message)
             case Abort() as message:
                 services.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
-                room = services.rooms.get(message.room)
-                # This ends an older epoch of the room, too, but none that another router has claimed.
-                if room is None or room.epoch > message.epoch or mail.sender in room.peers:
-                    self._abort_room(message.room, message.epoch)
+                self._abort(mail.sender, message)
             case Claim() as message:
                 claimed = self._role.orphans.claim(mail.sender, message.rooms)
                 services.mailbox.send(mail.sender, Claimed(message.token, claimed))
@@ -175,6 +172,15 @@ class MailHandler:
             except (UserError, WireError) as error:
                 problem = str(error)
         return Rejected(message.room, message.epoch, why, problem)
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        """This ends an older epoch of the room, too, but none that another router has claimed, and drops no
+        output that another router may ask for."""
+        room, outbox = self._services.rooms.get(message.room), self._services.outbox
+        if room is None and outbox.is_of_another(sender, OutputKey(message.room, message.epoch)):
+            return
+        if room is None or room.epoch > message.epoch or sender in room.peers:
+            self._abort_room(message.room, message.epoch)
 
     def _abort_room(self, room: int, epoch: int) -> None:
         self._forget(OutputKey(room, epoch))

@@ -158,6 +158,11 @@ class Outbox:
             output.router, output.acked = router, 0
         return ClaimedRoom(room, key.epoch, output.forced)
 
+    def is_of_another(self, router: str, key: OutputKey) -> bool:
+        """Whether the room's output is kept for another router than this one."""
+        output = self._outputs.get(key)
+        return output is not None and output.router != router
+
     def logprobs(self, key: OutputKey, start: int) -> list[TokenLogprobs]:
         """The log-probabilities of the room's output from position `start` on, if they were asked for."""
         output = self._outputs.get(key)

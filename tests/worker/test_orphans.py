@@ -203,6 +203,9 @@ def test_output_that_is_complete_is_claimed_too(both: Pair) -> None:
         if both.network.letters:
             both.deliver(0)
     assert say(both, Claim([1], 7)) == [Claimed(7, [ClaimedRoom(1, 1, forced=0)])]
+    say(both, Abort(1, 1), ROUTER)  # it lives, and its client has gone on at the other one
     (tokens,) = say(both, Resend(1, 1, 0))
     assert isinstance(tokens, Tokens)
     assert tokens.runs[0].tokens == right(both, 1, both.decode.options.fake_groups)
+    say(both, Abort(1, 1))
+    assert not len(both.decode.parts.services.outbox)
