@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,10 +18,10 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
@@ -36,6 +37,8 @@ ROUTER = "router"
 _POLL_S = 0.1
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _HTTP_TIMEOUT_S = 5.0
+_CONNECT_S = 5.0
+_HOST_PORT = re.compile(r"([^/]+):(\d+)")
 
 
 class DeployFailed(BatonError):
@@ -58,8 +61,8 @@ class LocalOptions:
     @property
     def url(self) -> str:
         """Where the API answers."""
-        host = self.host if self.host != "0.0.0.0" else LOOPBACK  # noqa: S104 (compared, not bound)
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)  # noqa: S104 (not bound)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class LocalServe:
@@ -149,12 +152,8 @@ class LocalServe:
 
     def _start_ray(self) -> None:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # Serve reports each of its own steps
-        quiet: dict[str, Any] = {
-            "log_to_driver": self.options.worker_logs,
-            "logging_level": "ERROR",
-        }
         if self.options.ray_address is not None:
-            ray.init(address=self.options.ray_address, **quiet)
+            connect_ray(self.options.ray_address, self.options.worker_logs)
             return
         temp_dir = {"_temp_dir": str(self.options.temp_dir)} if self.options.temp_dir else {}
         ray.init(
@@ -162,8 +161,9 @@ class LocalServe:
             num_cpus=max(os.cpu_count() or 1, math.ceil(self.options.cpus)),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
+            log_to_driver=self.options.worker_logs,
+            logging_level="ERROR",
             **temp_dir,
-            **quiet,
         )
 
     def _check_joined(self) -> None:
@@ -252,7 +252,7 @@ def find_admin_listener() -> str:
     """URL of an admin listener: of the application on this machine's Ray, or at the first default port."""
     address = running_ray()
     if address is not None:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        connect_ray(address)
         try:
             found = DirectoryFinder(APP_NAME).admins()
         except Unavailable:
@@ -262,6 +262,19 @@ def find_admin_listener() -> str:
         if found:
             return found[0]
     return f"http://{LOOPBACK}:{AdminOptions().admin_port_range[0]}"
+
+
+def connect_ray(address: str, worker_logs: bool = False) -> None:
+    """Connect to the Ray at `address`, HOST:PORT or `auto`. Raises ConfigError when it cannot be used."""
+    there = _HOST_PORT.fullmatch(address)
+    try:
+        if there is not None:  # Ray itself would try for minutes
+            socket.create_connection((there[1].strip("[]"), int(there[2])), _CONNECT_S).close()
+        ray.init(address=address, log_to_driver=worker_logs, logging_level="ERROR")
+    except (RayError, OSError, OverflowError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "RAY_ADDRESS", f"{address} is no Ray that can be used: {error}", "give its HOST:PORT, or auto"
+        ) from None
 
 
 def running_ray() -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import ray
 
 from cluster.directory_actor import DirectoryFinder
-from cluster.local import APP_NAME, running_ray
+from cluster.local import APP_NAME, connect_ray, running_ray
 from cluster.roles import AutomaticRoles, RoleCounts, RoleRow, RoleTable, RoleWish, WorkerRoles
 from cluster.worker_ids import parse_worker_id
 from common.errors import ConfigError, Unavailable
@@ -100,7 +100,7 @@ def _roles(arguments: argparse.Namespace) -> int:
     address = running_ray()
     if address is None:
         raise ConfigError("RAY_ADDRESS", "no Ray runs on this machine", "name the one that serves")
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    connect_ray(address)
     try:
         finder = DirectoryFinder(APP_NAME)
         problem = "" if wish is None else finder.set_roles(wish)

@@ -124,7 +124,7 @@ def _flag(key: str) -> str:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = parse_config(make_config(arguments))
-    address = arguments.ray_address or os.environ.get("RAY_ADDRESS")
+    address = arguments.ray_address or os.environ.get("RAY_ADDRESS") or None
     if address in (None, "local"):  # what can be checked is checked before a Ray is started
         address = None
         check_port_free(arguments.host, arguments.port)

@@ -15,7 +15,7 @@ from cluster.doctor.facts import Case, Grade
 from cluster.doctor.gather import node_name
 from cluster.doctor.nodes import examine, examine_here
 from cluster.doctor.report import print_json, print_table
-from cluster.local import running_ray
+from cluster.local import connect_ray, running_ray
 from common.errors import ConfigError
 from common.settings import assign
 
@@ -57,7 +57,7 @@ def run_doctor(arguments: argparse.Namespace, raw: dict[str, Any] | None) -> int
     config = None if raw is None else parse_config(raw)
     challenge = secrets.token_bytes(16)  # digests of the secret are worth nothing after this run
     if arguments.cluster or arguments.ray_address:
-        ray.init(address=_ray(arguments), log_to_driver=False, logging_level="ERROR")
+        connect_ray(_ray(arguments))
         try:
             examined = examine(raw, challenge)
         finally:

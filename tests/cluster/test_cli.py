@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.cli import main, parser_for
 from cluster.config import parse_config
+from cluster.local import LocalOptions
 from cluster.serve_command import make_config, share_machine
 from common.errors import ConfigError
 from tools.demo import free_port
@@ -296,3 +298,47 @@ def test_a_number_of_workers_and_one_of_a_role_are_refused(
 def test_roles_without_a_ray_are_refused(no_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert _refused(capsys, "roles").startswith("baton: RAY_ADDRESS: no Ray runs on this machine")
     assert _refused(capsys, "roles", "w0=both").startswith("baton: WORKER=ROLE: 'w0=both' is none")
+
+
+@pytest.mark.parametrize("command", [["serve", "MODEL"], ["doctor", "--cluster"], ["roles"], ["top"]])
+@pytest.mark.parametrize("address", ["127.0.0.1:PORT", "nonsense", "127.0.0.1:70000"])
+def test_an_address_without_a_ray_is_refused_at_once(
+    model: str,
+    command: list[str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    address = address.replace("PORT", str(free_port()))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("cluster.serve_command.leave_session", lambda: None)
+    words = [model if word == "MODEL" else word for word in command]
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert time.monotonic() - started < 10, "Ray itself tries for minutes"
+    line = capfd.readouterr().err
+    assert line.startswith(f"baton: RAY_ADDRESS: {address} is no Ray that can be used: ")
+    assert line.count("\n") == 1
+
+
+def test_an_empty_ray_address_is_none(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    with pytest.raises(SystemExit) as ended, socket.create_server(("127.0.0.1", 0)) as taken:
+        main(["serve", model, "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2, "what a Ray of its own needs is checked"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("localhost", "http://localhost:8000"),
+    ],
+)
+def test_the_url_that_is_printed_is_one(host: str, url: str) -> None:
+    assert LocalOptions(host=host).url == url
