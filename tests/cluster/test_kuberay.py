@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import ResourceRequestByCount
+from ray.core.generated.common_pb2 import LabelSelectorOperator
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import parse_config
+from cluster.config import most_replicas, parse_config
 from tests.cluster.schemas import errors
 from tests.cluster.test_deploy_files import KUBERAY
 
@@ -74,6 +80,10 @@ def test_the_version_of_ray_is_the_one_that_is_tested(name: str) -> None:
     assert f"ray=={MANIFESTS[name]['spec']['rayClusterConfig']['rayVersion']}" in lock
 
 
+def cluster(name: str) -> Any:
+    return MANIFESTS[name]["spec"]["rayClusterConfig"]
+
+
 def application(name: str) -> Any:
     config = yaml.safe_load(MANIFESTS[name]["spec"]["serveConfigV2"])
     (only,) = ServeDeploySchema.model_validate(config).applications
@@ -88,17 +98,48 @@ def test_serve_and_baton_accept_what_it_deploys(name: str) -> None:
 
 def test_each_gpu_has_a_replica_of_its_role_and_room_for_a_router() -> None:
     config = parse_config(application("kuberay-gpu.yaml").args)
-    groups = {
-        group["groupName"]: group
-        for group in MANIFESTS["kuberay-gpu.yaml"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    }
+    groups = {group["groupName"]: group for group in cluster("kuberay-gpu.yaml")["workerGroupSpecs"]}
     sections = {"prefill": config.prefill, "decode": config.decode}
     assert groups.keys() == sections.keys()
     for role, section in sections.items():
         (container,) = groups[role]["template"]["spec"]["containers"]
-        limits = container["resources"]["limits"]
+        limits, scaling = container["resources"]["limits"], section.autoscaling_config
+        assert scaling is not None
         assert section.num_gpus == int(limits["nvidia.com/gpu"])
         assert section.num_cpus + config.router.num_cpus <= int(limits["cpu"])
-        assert section.num_replicas == groups[role]["replicas"]
+        assert scaling.min_replicas == groups[role]["replicas"] == groups[role]["minReplicas"]
         assert section.labels.items() <= groups[role]["labels"].items()
     assert config.router.num_replicas <= sum(group["replicas"] for group in groups.values())
+
+
+def launched(name: str) -> dict[str, int]:
+    """Pods that Ray's autoscaler adds, by group, for all replicas that may run, by Ray's own code."""
+    config = parse_config(application(name).args)
+    about = {"metadata": {"name": "baton", "namespace": "default"}, "status": {}}
+    derived = _derive_autoscaling_config_from_ray_cr({**about, "spec": cluster(name)})
+    autoscaling = AutoscalingConfig(derived, skip_content_hash=True)
+    equals = LabelSelectorOperator.LABEL_OPERATOR_IN
+    requests = []
+    for section in (config.router, *config.worker_sections().values()):
+        wanted = {"CPU": section.num_cpus, "GPU": section.num_gpus}
+        selectors = [[(key, equals, [value]) for key, value in section.labels.items()]]
+        request = ResourceRequestUtil.make(wanted, label_selectors=selectors)
+        requests.append(ResourceRequestByCount(request=request, count=most_replicas(section)))
+    asked = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=autoscaling.get_node_type_configs(),
+        max_num_nodes=autoscaling.get_max_num_nodes(),
+        resource_requests=requests,
+    )
+    answer = ResourceDemandScheduler(None).schedule(asked)
+    assert not answer.infeasible_resource_requests
+    return {launch.instance_type: launch.count for launch in answer.to_launch}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_there_are_pods_for_all_replicas_that_autoscaling_may_want(name: str) -> None:
+    assert cluster(name)["enableInTreeAutoscaling"] is True, "else replicas wait for a pod that nobody adds"
+    assert cluster(name)["autoscalerOptions"]["version"] == "v2", "the other does not know labels"
+    assert launched(name) == {
+        group["groupName"]: group["maxReplicas"] for group in cluster(name)["workerGroupSpecs"]
+    }
