@@ -61,7 +61,7 @@ class Membership:
         self.tenants = tenants
         self._settings = NO_SETTINGS  # of both
         self._client = DirectoryClient(
-            options.directory or mailbox.address, mailbox.send, admin_url, self._all_settings
+            options.directory or mailbox.address, mailbox.send, admin_url, self._all_settings, models.waiting
         )
 
     @property

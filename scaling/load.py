@@ -12,13 +12,15 @@ def load_share(record: WorkerRecord, prefill_tokens_per_worker: int) -> float:
     Prefill is bound by computation: its load is the queue over `prefill_tokens_per_worker`, the queue that
     one worker should have. Decode is bound by memory or by rows: its load is the larger share of the two.
     Memory that is promised to the growth of its requests is in use: routers send a worker nothing when all
-    of it is promised, although most of it may be free.
+    of it is promised, although most of it may be free. Rooms that wait in routers would each take as much as
+    a request that is here.
     """
     load = record.load
     if record.role is Role.PREFILL:
         return load.queued_prefill_tokens / prefill_tokens_per_worker
     rows = load.running_requests + load.waiting_requests
-    return max(rows / record.max_running_requests, _memory(load, record.total_tokens))
+    in_use = max(rows / record.max_running_requests, _memory(load, record.total_tokens))
+    return in_use * (1 + load.waiting_in_routers / max(1, rows))
 
 
 def worker_sample(record: WorkerRecord) -> WorkerSample:
@@ -31,7 +33,7 @@ def worker_sample(record: WorkerRecord) -> WorkerSample:
         queued_tokens=load.queued_prefill_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         rows=load.running_requests,
-        waiting=load.waiting_requests,
+        waiting=load.waiting_requests + load.waiting_in_routers,
         share=max(load.running_requests / record.max_running_requests, _memory(load, record.total_tokens)),
         step_s=load.decode_step_s,
         prefills=float(record.role is Role.PREFILL),

@@ -16,7 +16,7 @@ class WorkerSample:
     queued_tokens: float = 0.0  # prompt tokens to compute
     prefill_tokens_per_s: float = 0.0  # while it prefills; 0: not known yet
     rows: float = 0.0  # requests that run
-    waiting: float = 0.0  # requests that wait for their turn, memory or a row
+    waiting: float = 0.0  # requests that wait for their turn, memory or a row, here or in routers
     share: float = 0.0  # of its rows or memory in use or promised, the larger
     step_s: float = 0.0  # of a decode step; 0: nothing decodes
     prefills: float = 0.0  # 1: its role is prefill

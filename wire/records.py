@@ -46,6 +46,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     queued_prefill_tokens: Natural = 0  # to compute for waiting prompts, at the hit rate of the latest ones
     running_requests: Natural = 0
     waiting_requests: Natural = 0  # for their turn, memory or a row
+    waiting_in_routers: Quantity = 0.0  # rooms, because decode is full: this worker's part of them
     free_tokens: Signed = 0  # available + evictable
     headroom_tokens: Signed = 0  # what a new reservation can take at once, growth of the others deducted
     headroom_rows: Signed = 0  # requests that can be reserved at once

@@ -75,6 +75,7 @@ class Heartbeat:
         self._answered_at = 0.0
         self._announced = WorkerLoad()
         self._settings = NO_SETTINGS  # kept for a directory that is started again
+        self._waiting = 0.0  # by the last answer
         self._stop = threading.Event()
         self._soon = threading.Event()
         self._answered = threading.Event()
@@ -111,6 +112,7 @@ class Heartbeat:
             case Announced():
                 self._answered_at, self._lease_s = time.monotonic(), answer.lease_s
                 self._settings = self._settings.with_told(answer.settings)
+                self._waiting = answer.waiting
             case AnnounceRefused():
                 self._refusal = ConfigError(answer.key, answer.problem, answer.remedy)
             case Replaced():
@@ -118,6 +120,11 @@ class Heartbeat:
                 self._stop.set()
                 self._soon.set()
         self._answered.set()
+
+    @property
+    def waiting_in_routers(self) -> float:
+        """This worker's part of the rooms that wait there; 0 while the directory does not answer."""
+        return 0.0 if self._is_unanswered() else self._waiting
 
     def is_from_directory(self, sender: str) -> bool:
         """Whether a message came from the directory that this worker has found."""
@@ -152,7 +159,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self._address is None or time.monotonic() - self._answered_at > 3 * self._interval_s:
+            if self._address is None or self._is_unanswered():
                 self._find_directory()
             self._soon.clear()
             if not self.incarnation:
@@ -165,6 +172,9 @@ class Heartbeat:
     @property
     def _interval_s(self) -> float:
         return min(self._longest_s, _SHARE * self._lease_s)
+
+    def _is_unanswered(self) -> bool:
+        return time.monotonic() - self._answered_at > 3 * self._interval_s
 
     def _join(self) -> None:
         """Ask for an incarnation. A directory that has just started may answer a later question."""

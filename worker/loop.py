@@ -130,9 +130,12 @@ class Worker:
         """This worker as routers should see it now."""
         look, turned_at = self._load, self._beat_at  # before the time, as the loop may replace them now
         services, publisher, spec = self._services, self.parts.publisher, self.parts.engine.spec
+        load, heartbeat = look.aged(turned_at, time.monotonic()), self._heartbeat
+        if heartbeat is not None:
+            load = replace(load, waiting_in_routers=heartbeat.waiting_in_routers)
         return WorkerRecord(
             id=self.id,
-            incarnation=self._heartbeat.incarnation if self._heartbeat is not None else 0,
+            incarnation=heartbeat.incarnation if heartbeat is not None else 0,
             role=self._role.name,
             mailbox=services.mailbox.address,
             events=publisher.public.address if publisher else "",
@@ -154,7 +157,7 @@ class Worker:
             host=host_identity(),
             rack=self.options.rack,
             transfer_backends=self._role.backends(),
-            load=look.aged(turned_at, time.monotonic()),
+            load=load,
             figures=self._figures,
             draining=self._drain.begun,
             swept=swept_holds(services),

@@ -38,12 +38,15 @@ class DirectoryClient:
         send: Callable[[str, AnyMessage], None],
         admin_url: str = "",
         settings: Callable[[], Settings] = lambda: NO_SETTINGS,
+        waiting: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`admin_url` is announced with every Watch, where it is not "". So are the `settings` of then."""
+        """`admin_url` is announced with every Watch, where it is not "". So are the `settings` of then, and
+        the rooms that are `waiting`."""
         self._address = address
         self._send = send
         self._admin_url = admin_url
         self._settings = settings
+        self._waiting = waiting
         self._told = NO_SETTINGS  # with the last Watch
         self._number = 0  # of the last Watch
         self._last = (-1, -1)  # watch and version of the last View
@@ -58,7 +61,8 @@ class DirectoryClient:
             self._next_watch_at = now + _WATCH_EVERY_S
             self._told = settings
             self._number += 1
-            self._send(self._address, Watch(self._number, dict(self._seen), self._admin_url, settings))
+            watch = Watch(self._number, dict(self._seen), self._admin_url, settings, self._waiting())
+            self._send(self._address, watch)
 
     def move(self, address: str) -> None:
         """The directory has restarted at `address`. The next tick asks there."""

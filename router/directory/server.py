@@ -11,11 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import msgspec
 
 from common.ports import ANY_PORT, Ports
 from common.quiet_log import QuietLog
@@ -61,6 +59,7 @@ class _Watcher:
     until: float
     number: int = 0  # of its last Watch
     admin: str = ""  # URL of its admin listener
+    waiting: Mapping[str, float] = field(default_factory=dict)  # rooms, by worker
 
 
 class DirectoryServer:
@@ -146,7 +145,7 @@ class DirectoryServer:
         answer = self._directory.announce(message, now)
         if isinstance(answer, Announced):
             self._learn(message.settings)
-            answer = msgspec.structs.replace(answer, settings=self.settings)
+            answer = self._announced(message.record)
             self._load_changed = True
         elif isinstance(answer, AnnounceRefused):
             log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
@@ -178,6 +177,7 @@ class DirectoryServer:
         if watcher.admin != message.admin:
             watcher.admin = message.admin
             self._watchers_changed = True
+        watcher.waiting = message.waiting
         watcher.until = now + _WATCH_LEASE_S
         self._directory.remember(message.seen)
         self._learn(message.settings)
@@ -192,9 +192,12 @@ class DirectoryServer:
     def _tell_workers(self) -> None:
         """Before their next Announce: until then only routers would know what was said, and they may end
         together with the directory."""
-        lease_s = self._directory.lease_s
         for record in self._directory.records():
-            self._send(record.mailbox, Announced(record.id, record.incarnation, lease_s, self.settings))
+            self._send(record.mailbox, self._announced(record))
+
+    def _announced(self, record: WorkerRecord) -> Announced:
+        waiting = sum(one.waiting.get(record.id, 0.0) for one in self._watchers.values())
+        return Announced(record.id, record.incarnation, self._directory.lease_s, self.settings, waiting)
 
     def _send_view(self, router: str) -> None:
         directory, number = self._directory, self._watchers[router].number

@@ -58,6 +58,15 @@ class Admission:
         """Rooms that run."""
         return len(self._running)
 
+    def waiting(self) -> dict[str, float]:
+        """Rooms that wait while all decode workers are full, divided among these, for scaling. Nothing is
+        told of rooms that wait for something else: prefill workers know their own queues."""
+        if not len(self._queue) or not self._decode_full():
+            return {}
+        active = self._placer.fleet.active()
+        decode = [one.record.id for one in active if one.record.role is Role.DECODE]
+        return dict.fromkeys(decode, len(self._queue) / len(decode))
+
     # -- at arrival ----------------------------------------------------------------------------
 
     def check(self, rooms: int) -> None:

@@ -170,6 +170,10 @@ class Models:
         for version in self.versions():
             version.placer.suspect(workers)
 
+    def waiting(self) -> dict[str, float]:
+        """Rooms that wait because decode is full, by decode worker: the part of each."""
+        return {worker: part for one in self.versions() for worker, part in one.admission.waiting().items()}
+
     def tick(self, now: float) -> None:
         """Give up pages that were expected and have come or will not."""
         for version in self.versions():

@@ -122,6 +122,22 @@ def test_one_tenants_burst_leaves_the_others_their_turns(
     assert served.index(101) <= 2
 
 
+def test_full_workers_are_told_how_many_rooms_wait_for_them(
+    narrow: RouterProcess, workers: list[FakeWorker], crowd: Crowd
+) -> None:
+    """Autoscaling asks workers alone."""
+    workers += [FakeWorker(Role.DECODE, narrow.mailbox, load=FULL, announce_s=0.05) for _ in range(2)]
+    workers.append(FakeWorker(Role.PREFILL, narrow.mailbox, announce_s=0.05))
+    narrow.wait_for_workers(3)
+    for prompt in range(5):
+        crowd.ask(prompt)
+    wait_until(lambda: [one.waiting for one in workers] == [2.5, 2.5, 0.0])
+    for worker in workers[:2]:
+        announce(worker, IDLE)
+    crowd.assert_answered()
+    wait_until(lambda: not any(one.waiting for one in workers))
+
+
 def test_a_client_that_leaves_the_queue_is_never_sent_to_a_worker(
     narrow: RouterProcess, workers: list[FakeWorker], crowd: Crowd
 ) -> None:

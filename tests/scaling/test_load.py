@@ -43,6 +43,9 @@ def _record(role: Role, load: WorkerLoad, total_tokens: int = 1000) -> WorkerRec
         (Role.DECODE, WorkerLoad(headroom_tokens=1000), 0.0),
         (Role.DECODE, WorkerLoad(headroom_tokens=250, running_requests=1), 0.75),
         (Role.DECODE, WorkerLoad(headroom_tokens=1000, running_requests=10, waiting_requests=5), 1.5),
+        (Role.DECODE, WorkerLoad(headroom_tokens=0, running_requests=4, waiting_in_routers=2.0), 1.5),
+        (Role.DECODE, WorkerLoad(headroom_tokens=1000, running_requests=10, waiting_in_routers=5.0), 1.5),
+        (Role.DECODE, WorkerLoad(headroom_tokens=0, waiting_in_routers=3.0), 4.0),
     ],
 )
 def test_the_scarcer_resource_is_the_load(role: Role, load: WorkerLoad, share: float) -> None:
@@ -87,6 +90,19 @@ def test_a_fleet_without_headroom_wants_more_workers(prompt: int) -> None:
         sample = replace(worker_sample(record), decoded_tokens=decoded, step_s=0.02)
         demand.observe(dict.fromkeys("abcd", sample), float(second))
     assert demand.workers(60.0) > 4
+
+
+def test_rooms_that_wait_in_routers_want_workers_at_once() -> None:
+    """Routers give a full worker no more: what it has itself says nothing of how many there are too few."""
+    load = WorkerLoad(running_requests=10, decode_step_s=0.02, waiting_in_routers=10.0)
+    record = _record(Role.DECODE, load)
+    assert workers_for_load([load_share(record, prefill_tokens_per_worker=1)] * 4, target_load=1.0) == 8
+
+    demand = DecodeDemand(itl_p95_s=0.05)
+    for second in range(0, 100, 10):
+        sample = replace(worker_sample(record), decoded_tokens=500 * second)
+        demand.observe(dict.fromkeys("abcd", sample), float(second))
+    assert 8 <= demand.workers(60.0) < 9
 
 
 def test_an_idle_worker_has_no_load() -> None:

@@ -171,6 +171,7 @@ class FakeWorker:
         self.claimable = True  # gives its rooms, those that have ended too, to a router that claims them
         self.seen: list[AnyMessage] = []
         self.leased = threading.Event()
+        self.waiting = 0.0  # its part of the rooms that wait in routers, as the directory says
         self.replaced = threading.Event()
         self.aborted: set[tuple[int, int]] = set()
         self._directory = directory
@@ -275,6 +276,7 @@ class FakeWorker:
                 self.record = msgspec.structs.replace(self.record, incarnation=message.incarnation)
                 self._announce()
         elif isinstance(message, Announced):
+            self.waiting = message.waiting
             self.leased.set()
         elif isinstance(message, Replaced):
             self.replaced.set()

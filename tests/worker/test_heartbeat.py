@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import msgspec
 
@@ -79,6 +80,16 @@ def _listen(
                     heartbeat.on_answer(Announced(message.record.id, message.record.incarnation, lease_s))
                 case Withdraw() as message:
                     heard.put(message)
+
+
+def test_what_waits_in_routers_is_forgotten_without_a_directory() -> None:
+    with Mailbox() as worker:
+        heartbeat = Heartbeat(worker, lambda: "", "p0", record, interval_s=0.2)
+        assert heartbeat.waiting_in_routers == 0.0
+        heartbeat.on_answer(Announced("p0", 1, 3.0, waiting=2.5))
+        assert heartbeat.waiting_in_routers == 2.5
+        time.sleep(0.7)
+        assert heartbeat.waiting_in_routers == 0.0
 
 
 def test_settings_are_kept_for_a_directory_that_knows_less() -> None:

@@ -23,7 +23,7 @@ from wire.events import BlockStored, decode_batch
 from wire.mailbox import Mailbox
 from wire.messages.any_message import AnyMessage
 from wire.messages.caches import Inspect, Inspected
-from wire.messages.directory import RoleSet, SetRole
+from wire.messages.directory import RoleSet, SetRole, Watch
 from wire.messages.rooms import Abort, Decode, Rejected, Tokens
 from wire.page_hash import event_hashes, namespace_seed, owned_digests, page_digests
 from wire.records import Role
@@ -109,6 +109,14 @@ def cleanup() -> Iterator[ExitStack]:
 @pytest.fixture
 def cluster(cleanup: ExitStack) -> Cluster:
     return Cluster(cleanup)
+
+
+def test_what_waits_in_routers_is_in_the_workers_load(cluster: Cluster) -> None:
+    worker = cluster.worker()
+    cluster.mailbox.send(cluster.directory.address, Watch(1, waiting={"w0": 2.5}))
+    wait_until(lambda: worker.record().load.waiting_in_routers == 2.5)
+    cluster.mailbox.send(cluster.directory.address, Watch(2))
+    wait_until(lambda: worker.record().load.waiting_in_routers == 0.0)
 
 
 def test_a_change_of_role_is_a_new_incarnation_that_tells_its_tree_first(cluster: Cluster) -> None:

@@ -43,12 +43,13 @@ class Announce(Message, frozen=True, tag="announce", omit_defaults=True):
 
 class Announced(Message, frozen=True, tag="announced", omit_defaults=True):
     """The lease holds for `lease_s` seconds from the last Announce. `settings` are all that the directory
-    knows; when they change, it says so unasked."""
+    knows; when they change, it says so unasked. `waiting` is what all routers say in `Watch.waiting`."""
 
     worker: str
     incarnation: Natural
     lease_s: Quantity
     settings: Settings = NO_SETTINGS
+    waiting: Quantity = 0.0
 
 
 class AnnounceRefused(Message, frozen=True, tag="announce_refused"):
@@ -71,12 +72,14 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
     """A router asks for every View of the next few seconds, and to be listed in them. It repeats the message
     to renew both, with a greater `number` each time. `seen` are the highest incarnations that it has seen, by
-    worker id. `admin` is the URL of its admin listener; "": it has none. `settings` are all that it knows."""
+    worker id. `admin` is the URL of its admin listener; "": it has none. `settings` are all that it knows.
+    `waiting` are rooms that wait there because decode is full, by worker id: the part of each."""
 
     number: Natural = 0
     seen: dict[str, Natural] = {}
     admin: str = ""
     settings: Settings = NO_SETTINGS
+    waiting: dict[str, Quantity] = {}
 
 
 class View(Message, frozen=True, tag="view", omit_defaults=True):

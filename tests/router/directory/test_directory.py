@@ -27,6 +27,7 @@ from wire.messages.directory import (
     Withdraw,
 )
 from wire.records import GroupLayout, Role, WorkerRecord
+from wire.settings import ModelWeights, Settings
 
 
 def record(worker: str = "p0", incarnation: int = 1, **changes: Any) -> WorkerRecord:
@@ -358,6 +359,31 @@ def test_every_view_says_who_watches() -> None:
     server.handle(Mail("two", Watch()), 4.0)
     server.tick(5.5)
     assert sent == [("two", ["one", "two"]), ("two", ["two"])], "the first watches no more"
+
+
+def test_workers_are_told_what_waits_in_all_routers() -> None:
+    told: list[Announced] = []
+
+    def send(_to: str, message: AnyMessage) -> None:
+        if isinstance(message, Announced):
+            told.append(message)
+
+    def waiting(now: float) -> float:
+        server.handle(Mail("tcp://p0", Announce(record())), now)
+        return told[-1].waiting
+
+    server = DirectoryServer(Directory(3.0), send)
+    assert waiting(0.0) == 0.0
+    server.handle(Mail("one", Watch(1, waiting={"p0": 1.5, "p1": 4.0})), 1.0)
+    server.handle(Mail("two", Watch(1, waiting={"p0": 2.0})), 1.0)
+    assert waiting(1.5) == 3.5
+    said = Settings({"m": ModelWeights(1, {"v1": 1.0}, {})})
+    server.say(said, 2.0)
+    assert (told[-1].settings, told[-1].waiting) == (said, 3.5), "also when it is told unasked"
+    server.handle(Mail("two", Watch(2)), 3.0)
+    assert waiting(3.5) == 1.5
+    server.tick(7.0)
+    assert waiting(7.5) == 0.0, "the first router has gone"
 
 
 def test_group_layouts_are_compared_by_name_not_by_order() -> None:

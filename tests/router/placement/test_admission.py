@@ -212,6 +212,25 @@ def test_by_default_a_room_waits_five_seconds_for_a_full_decode_worker() -> None
     assert [room for room, _ in house.admission.overdue(5.0)] == [1]
 
 
+def test_rooms_that_wait_are_divided_among_the_full_decode_workers() -> None:
+    full = {"headroom_rows": 0, "running_requests": 3}
+    house = House([prefill(), decode("d", **full), decode("e", **full)])
+    assert house.admission.waiting() == {}
+    for room in range(3):
+        assert house.offer(room) == []
+    assert house.admission.waiting() == {"d": 1.5, "e": 1.5}
+    house.placer.suspect(frozenset({"e"}))
+    assert house.admission.waiting() == {"d": 3.0}
+    house.placer.suspect(frozenset({"d", "e"}))
+    assert house.admission.waiting() == {}, "more workers are no help to those that cannot be reached"
+
+
+def test_rooms_that_wait_for_a_place_want_no_more_workers() -> None:
+    house = House([prefill(), decode()], max_in_flight=1)
+    assert [house.offer(room) for room in range(3)] == [[0], [], []]
+    assert house.admission.waiting() == {}
+
+
 def test_an_empty_fleet_is_not_saturated() -> None:
     house = House([record("x", draining=True)], max_queued=1, queue_decode_full=True, queue_prefill_tokens=0)
     assert house.offer(1) == [1]
