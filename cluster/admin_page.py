@@ -41,6 +41,14 @@ def admin_page(url: str, path: str, admin_key: str | None) -> str:
     return _answer(url, path, admin_key, "GET")
 
 
+def admin_json(url: str, path: str, admin_key: str | None) -> Any:
+    """A page that is JSON. Raises as `admin_page` does, and ConfigError for anything else."""
+    try:
+        return json.loads(admin_page(url, path, admin_key))
+    except ValueError:
+        raise _no_listener(url, "answers with a page of something else") from None
+
+
 def admin_change(url: str, path: str, admin_key: str | None) -> str:
     """The answer to a POST. Raises as `admin_page` does."""
     return _answer(url, path, admin_key, "POST")
@@ -62,16 +70,21 @@ def _answer(url: str, path: str, admin_key: str | None, method: str) -> str:
             ) from None
         if error.code >= 500:
             raise WorkerLost(message or f"the router answers {error.code}") from None
-        raise ConfigError(
-            "worker" if message else "--url",
-            message or f"{url} answers {error.code}: it is not a Baton router",
-            "`baton tree` without a name shows all" if message else "give the address of its admin listener",
-        ) from None
+        if not message:
+            raise _no_listener(url, f"answers {error.code}") from None
+        if message == f"{path.partition('?')[0]} does not exist":  # a router's API says so
+            raise _no_listener(url, f"has no {path.partition('?')[0]}") from None
+        raise ConfigError("worker", message, "`baton tree` without a name shows all") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
             "--url", f"nothing answers at {url}: {reason}", "give the address of a running Baton"
         ) from None
+
+
+def _no_listener(url: str, found: str) -> ConfigError:
+    problem = f"{url} {found}: it is not the admin listener of a Baton router"
+    return ConfigError("--url", problem, "give the address of its admin listener")
 
 
 def read_admin_key(path: Path | None) -> str | None:

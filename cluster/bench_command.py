@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.load.api_client import ApiClient
+from cluster.load.api_client import API_KEY, ApiClient
 from cluster.load.report import draw, figures, table
 from cluster.load.run import Load, Measured, Sender
 from cluster.load.workload import Workload, random_workload, read_workload
@@ -25,7 +25,6 @@ HELP = (
     "the first token, between tokens and of whole requests. The prompts of one run are new to the server: "
     "its prefix cache finds nothing but --prefix-len. The server's API key is read from OPENAI_API_KEY."
 )
-API_KEY = "OPENAI_API_KEY"
 _WARM_UP = 2  # requests, not counted
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 from rich.console import Console
 
-from cluster.admin_page import add_admin_arguments, admin_change, admin_page, read_admin_key
+from cluster.admin_page import add_admin_arguments, admin_change, admin_json, read_admin_key
 from cluster.cache_table import cache_table, row_objects, sharing_table, tier_rows
 from cluster.local import find_admin_listener
 from cluster.tree import TreeSource
@@ -52,7 +52,7 @@ def _cache(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, url: str, key: str | None) -> int:
-    listed = json.loads(admin_page(url, "/debug/workers", key))["workers"]
+    listed = admin_json(url, "/debug/workers", key)["workers"]
     workers = msgspec.convert(listed, list[WorkerRecord])
     there = [worker.id for worker in workers]
     if arguments.worker is not None and arguments.worker not in there:

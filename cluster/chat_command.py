@@ -9,8 +9,7 @@ import os
 import sys
 import time
 
-from cluster.bench_command import API_KEY
-from cluster.load.api_client import AnswerFailed, ApiClient, TimedAnswer, text_of
+from cluster.load.api_client import API_KEY, AnswerFailed, ApiClient, TimedAnswer, text_of
 from common.host import HTTP_PORT, LOOPBACK
 
 HELP = (

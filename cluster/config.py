@@ -234,7 +234,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("config", f"{path} is not YAML: {error}", "correct the file") from None
     if isinstance(raw, dict) and isinstance(raw.get("applications"), list):
-        raw = raw["applications"][0].get("args", {})
+        first = next(iter(raw["applications"]), None)
+        raw = first.get("args", {}) if isinstance(first, dict) else None
     if not isinstance(raw, dict):
         raise ConfigError("config", f"{path} is not a mapping", "see `baton config --schema`")
     models = raw.get("models")

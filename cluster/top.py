@@ -8,7 +8,6 @@ and are counted as silent.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
@@ -18,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from cluster.admin_page import add_admin_arguments, admin_page, read_admin_key
+from cluster.admin_page import add_admin_arguments, admin_json, admin_page, read_admin_key
 from cluster.local import find_admin_listener, stop_on_signals
 from cluster.top_table import frame
 from common.errors import ConfigError, WorkerLost
@@ -42,7 +41,7 @@ class TopSource:
 
     def snapshot(self) -> Snapshot:
         """What all routers say now. Raises ConfigError or WorkerLost when the one at `url` is not there."""
-        workers = json.loads(self._page(self.url, "/debug/workers"))["workers"]
+        workers = admin_json(self.url, "/debug/workers", self.admin_key)["workers"]
         texts, silent = {self.url: self._page(self.url, "/metrics")}, []
         for url in other_routers(self.url, self.admin_key):
             try:
@@ -64,7 +63,7 @@ class TopSource:
 def other_routers(url: str, admin_key: str | None) -> list[str]:
     """The admin listeners of all routers but the one at `url`, which names them. Raises what admin_page
     raises."""
-    groups = json.loads(admin_page(url, "/admin/routers", admin_key))
+    groups = admin_json(url, "/admin/routers", admin_key)
     urls = {f"{group['labels']['__scheme__']}://{target}" for group in groups for target in group["targets"]}
     return sorted(urls - {url.rstrip("/")})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.admin_page import add_admin_arguments, admin_page, read_admin_key
+from cluster.admin_page import add_admin_arguments, admin_json, read_admin_key
 from cluster.local import find_admin_listener
 from cluster.top import other_routers
 from common.errors import ConfigError, WorkerLost
@@ -44,7 +44,7 @@ def find_trace(url: str, key: str | None, request_id: str) -> Event:
     refused: ConfigError | None = None
     for one in [url, *other_routers(url, key)]:
         try:
-            found: Event = json.loads(admin_page(one, path, key))
+            found: Event = admin_json(one, path, key)
             return found
         except ConfigError as error:
             refused = error

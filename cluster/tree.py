@@ -7,12 +7,11 @@ application on Ray knows the URL. A worker without a router is asked at its mail
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.parse
 from dataclasses import dataclass
 
-from cluster.admin_page import admin_page
+from cluster.admin_page import admin_json, admin_page
 from common.errors import ConfigError, WorkerLost
 from common.host import LOOPBACK
 from common.secrets import ClusterSecret
@@ -43,7 +42,7 @@ class TreeSource:
         return {worker: self._ask(worker, what) for worker in workers or self._workers()}
 
     def _workers(self) -> list[str]:
-        listed = json.loads(self._get("/debug/workers"))["workers"]
+        listed = admin_json(self.url, "/debug/workers", self.admin_key)["workers"]
         if not listed:
             raise ConfigError("--url", f"the router at {self.url} has no workers yet", "try again later")
         return [str(worker["id"]) for worker in listed]

@@ -13,6 +13,9 @@ import httpx
 
 from common.errors import BatonError, ConfigError
 
+API_KEY = "OPENAI_API_KEY"
+"""Where the commands find the server's key."""
+
 _CONNECT_S = 10.0
 _DATA = "data:"
 _DONE = "[DONE]"
@@ -71,8 +74,10 @@ class ApiClient:
             answer.raise_for_status()
             names = [one["id"] for one in answer.json()["data"]]
         except httpx.HTTPStatusError as error:
-            told = _message(error.response.content) or f"/v1/models answers {error.response.status_code}"
-            raise ConfigError("url", f"{self.url}: {told}", "give --api-key-file, or another URL") from None
+            status = error.response.status_code
+            told = _message(error.response.content) or f"/v1/models answers {status}"
+            remedy = f"set {API_KEY} to a key of it" if status == 401 else "give another URL"
+            raise ConfigError("url", f"{self.url}: {told}", remedy) from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             told = f"no server with OpenAI's API answers at {self.url}: {error}"
             raise ConfigError("url", told, "give http://HOST:PORT of a running one") from None

@@ -211,7 +211,15 @@ def test_a_model_may_be_named_relative_to_the_file(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [", "not YAML"), ("- 1", "not a mapping"), (None, "No such file")]
+    ("text", "says"),
+    [
+        ("a: [", "not YAML"),
+        ("- 1", "not a mapping"),
+        ("applications: []", "not a mapping"),
+        ("applications: [x]", "not a mapping"),
+        ("applications: [{args: null}]", "not a mapping"),
+        (None, "No such file"),
+    ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "config.yaml"

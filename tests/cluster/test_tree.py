@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,12 @@ from cluster import tree
 from cluster.cli import main
 from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
+from tests.router.conftest import start_router
 from tests.support.members import curve_of, secret_of
 from wire.mailbox import Mailbox
 from wire.messages.caches import Inspect, Inspected
+
+ROOT = Path(__file__).parents[2]
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -43,6 +47,14 @@ def stranger() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a router's API."""
+    running = start_router(tmp_path_factory.mktemp("api"), ROOT / "deploy" / "demo_model")
+    yield running.url
+    assert running.stop() == 0
+
+
 def test_a_url_where_nobody_is_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: refused
@@ -55,8 +67,30 @@ def test_a_url_where_nobody_is_is_named() -> None:
 
 
 def test_a_server_that_is_no_router_is_named(stranger: str) -> None:
-    with pytest.raises(ConfigError, match="answers 404: it is not a Baton router"):
+    with pytest.raises(ConfigError, match="answers 404: it is not the admin listener of a Baton router"):
         TreeSource(f"{stranger}/404").report(["d0"], "tree")
+
+
+@pytest.mark.parametrize("command", [["tree"], ["top", "--once"], ["cache"], ["trace", "r"]])
+def test_a_server_that_answers_everything_is_no_router(
+    command: list[str], stranger: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--url", f"{stranger}/200"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        f"baton: --url: {stranger}/200 answers with a page of something"
+    )
+
+
+@pytest.mark.parametrize("command", [["tree", "d0"], ["top", "--once"], ["forget", "t"]])
+def test_the_address_of_the_api_is_not_that_of_the_admin_listener(
+    command: list[str], api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--url", api])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"baton: --url: {api} has no /")
 
 
 def test_a_silent_worker_is_exit_code_1(stranger: str, capsys: pytest.CaptureFixture[str]) -> None:

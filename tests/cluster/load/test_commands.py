@@ -27,6 +27,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.now = self.most = 0
+        self.refuses_key = False
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -35,7 +36,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "the-model"}]})
+        if self.server.refuses_key:
+            self._answer(401, {"error": {"message": "no such key"}})
+        else:
+            self._answer(200, {"data": [{"id": "the-model"}]})
 
     def do_POST(self) -> None:
         server = self.server
@@ -164,6 +168,18 @@ def test_no_server_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> 
         main([command, "http://127.0.0.1:1"])
     assert ended.value.code == 2
     assert "no server with OpenAI's API answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_wrong_key_is_told_with_what_sets_it(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "refuses_key", True)
+    with pytest.raises(SystemExit):
+        main(["bench", server.url])
+    assert (
+        capsys.readouterr().err
+        == f"baton: url: {server.url}: no such key; set OPENAI_API_KEY to a key of it\n"
+    )
 
 
 def test_chat_answers_what_comes_from_a_pipe(
