@@ -166,11 +166,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_waiting()
         super().on_headers_complete()
 
-    def on_message_complete(self) -> None:
-        """The end of a request."""
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
     def on_response_complete(self) -> None:
         """A head of which a part is there must come to its end soon. Otherwise the client may be idle."""
         super().on_response_complete()

@@ -15,11 +15,14 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class RequestParser:
-    """In the place of `HttpToolsProtocol.parser`."""
+    """In the place of `HttpToolsProtocol.parser`. httptools calls what begins with `on_`."""
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         self._protocol = protocol
-        self._parser = _make_parser(protocol)
+        self.on_message_begin, self.on_url = protocol.on_message_begin, protocol.on_url
+        self.on_header, self.on_headers_complete = protocol.on_header, protocol.on_headers_complete
+        self.on_body = protocol.on_body
+        self._parser = _make_parser(self)
 
     def feed_data(self, data: bytes) -> None:
         """Call the protocol's methods. Raises HttpParserError."""
@@ -46,13 +49,17 @@ class RequestParser:
         return self._parser.should_keep_alive()
 
     def should_upgrade(self) -> bool:
-        """Whether another protocol is offered. Then httptools calls `on_message_complete` too early, and it
-        is called again in time."""
+        """Whether another protocol is offered."""
         return self._parser.should_upgrade()
+
+    def on_message_complete(self) -> None:
+        """The end of a request. Where another protocol is offered, the first call is too early."""
+        if not self._parser.should_upgrade():
+            self._protocol.on_message_complete()
 
     def _go_on_behind_head(self) -> None:
         """The protocol has had a head. What a new parser needs of it is how its body ends."""
-        behind = _BehindHead(self._protocol)
+        behind = _BehindHead(self)
         self._parser = _make_parser(behind)
         framing = b"".join(b"%b: %b\r\n" % (n, v) for n, v in self._protocol.headers if n in _FRAMING)
         self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
@@ -60,32 +67,32 @@ class RequestParser:
 
 
 class _BehindHead:
-    """A protocol that is not told the first head."""
+    """Calls a RequestParser, but for the first head."""
 
-    def __init__(self, protocol: HttpToolsProtocol) -> None:
+    def __init__(self, parser: RequestParser) -> None:
         self.begun = False
-        self._protocol = protocol
-        self.on_body = protocol.on_body
-        self.on_message_complete = protocol.on_message_complete
+        self._parser = parser
+        self.on_body = parser.on_body
+        self.on_message_complete = parser.on_message_complete
 
     def on_message_begin(self) -> None:
         if self.begun:
-            self._protocol.on_message_begin()
+            self._parser.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         if self.begun:
-            self._protocol.on_url(url)
+            self._parser.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.begun:
-            self._protocol.on_header(name, value)
+            self._parser.on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.begun:
-            self._protocol.on_headers_complete()
+            self._parser.on_headers_complete()
 
 
-def _make_parser(protocol: HttpToolsProtocol | _BehindHead) -> HttpRequestParser:
+def _make_parser(protocol: RequestParser | _BehindHead) -> HttpRequestParser:
     parser = HttpRequestParser(protocol)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: pipelined requests are read
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.hand_off import FakeMailbox, Pair, pair, prompt_of, right
 from wire.messages.rooms import RejectKind
 from wire.messages.transfer import TransferEndpoint
 from wire.peer_monitors import PeerState
+from worker.loop import Worker
 from worker.mapped_peers import IDLE_S, MappedPeers
 
 ONE, OTHER = TransferEndpoint("shm", "@one"), TransferEndpoint("tcp", "other:1")
@@ -40,12 +42,16 @@ def both() -> Iterator[Pair]:
     """Room 1 has its target, and prefill computes it only after IDLE_S."""
     with pair() as workers:
         workers.ask(1, prompt_of(1, 50), 3)
-        with mock.patch.object(workers.prefill.parts.role.scheduler, "step", return_value=False):
+        with computing_nothing(workers.prefill):
             while not is_aimed(workers):
                 workers.turn(workers.decode)
                 workers.deliver(0)
             workers.pass_time(IDLE_S + 1)
         yield workers
+
+
+def computing_nothing(worker: Worker) -> AbstractContextManager[mock.MagicMock]:
+    return mock.patch.object(worker.parts.role.scheduler, "step", return_value=False)
 
 
 def is_aimed(both: Pair) -> bool:
@@ -73,6 +79,8 @@ def test_pages_of_a_room_that_waited_long_are_not_sent_to_a_worker_that_is_down(
     mailbox = both.prefill.parts.services.mailbox
     assert isinstance(mailbox, FakeMailbox)
     mailbox.peers[decode] = PeerState.DOWN
+    with computing_nothing(both.prefill):  # it hears of that before it has pages to send
+        both.turn(both.prefill)
     both.run_dry()
     assert mapped(both) == 0
     blamed = {one.blamed: one.why for one in both.outputs[1].rejections}
