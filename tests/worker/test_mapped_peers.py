@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
@@ -81,8 +82,12 @@ def test_pages_of_a_room_that_waited_long_are_not_sent_to_a_worker_that_is_down(
     mailbox.peers[decode] = PeerState.DOWN
     with computing_nothing(both.prefill):  # it hears of that before it has pages to send
         both.turn(both.prefill)
-    both.run_dry()
+    deadline = time.monotonic() + 30.0
+    while both.prefill.rooms():  # and nothing more of the other, which would show that it is not down
+        assert time.monotonic() < deadline
+        both.turn(both.prefill)
     assert mapped(both) == 0
+    both.run_dry()
     blamed = {one.blamed: one.why for one in both.outputs[1].rejections}
     assert blamed[decode] is RejectKind.FAILED
     both.insist(1)
