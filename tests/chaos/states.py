@@ -52,9 +52,8 @@ def _in_chunks(seen: Observed) -> bool:
 
 
 def _last_chunk(seen: Observed) -> bool:
-    return LAST in seen.held and bool(
-        seen.rooms_in(Stage.PREFILL_FORWARD, (Stage.PREFILL_TRANSFER_KV_CACHE,))
-    )
+    # Pages of earlier chunks may be on their way already: their stamp says nothing here.
+    return LAST in seen.held and bool(seen.rooms_in(Stage.PREFILL_FORWARD, ()))
 
 
 def _transferring(seen: Observed) -> bool:
