@@ -89,11 +89,8 @@ void unpack_coded(const uint8_t* group, int64_t k, int64_t o, bf16* to) {
       const uint8_t code = step[place] >> (line % 4 / 2 * 4) & 15;
       to[first + i].bits = static_cast<uint16_t>(group[code] << 8 | step[64 + line % 4 / 2 * 64 + place]);
     }
-    for (const auto& patch : Patches::of(group).patches) {
-      const int number = patch.place % kLineNumbers;
-      if (patch.place == Patches::kNone) break;
-      if (number / 2 == o) to[first + patch.place / kLineNumbers * 2 + number % 2].bits = patch.bits;
-    }
+    for (const auto* patch = Patches::of(group).patches; patch->place != Patches::kNone; ++patch)
+      if (patch->output() == o) to[first + patch->input()].bits = patch->bits;
   }
 }
 

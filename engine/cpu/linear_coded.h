@@ -26,6 +26,9 @@ struct Patches {
   struct Patch {
     uint16_t place = kNone;  // among the numbers of the block's lines
     uint16_t bits = 0;
+
+    int input() const { return place / (2 * 16) * 2 + place % 2; }  // of the block
+    int output() const { return place % (2 * 16) / 2; }
   } patches[kMost + 1];  // those that are used come first, and the last one is not
 
   static const Patches& of(const uint8_t* block) { return *reinterpret_cast<const Patches*>(block + 16); }

@@ -57,9 +57,8 @@ void decode(const uint8_t* block, int inputs, bf16* to) {
 __attribute__((noinline)) void add_patches(const uint8_t* block, const bf16* a, int64_t lda, int m, float* sums) {
   const float coded = to_float(patched_number(block));
   for (const auto* patch = Patches::of(block).patches; patch->place != Patches::kNone; ++patch) {
-    const int input = patch->place / 32 * 2 + patch->place % 2, output = patch->place % 32 / 2;
     const float lacking = to_float(bf16{patch->bits}) - coded;
-    for (int row = 0; row < m; ++row) sums[row * kGroup + output] += to_float(a[row * lda + input]) * lacking;
+    for (int row = 0; row < m; ++row) sums[row * kGroup + patch->output()] += to_float(a[row * lda + patch->input()]) * lacking;
   }
 }
 

@@ -40,6 +40,17 @@ def isa(request):
     set_isa(ISAS[-1])
 
 
+@pytest.fixture
+def coding_isa():
+    """The best instruction set for which weights are coded."""
+    available = [name for name in CODING_ISAS if name in ISAS]
+    if not available:
+        pytest.skip("this machine has no AVX-512, for which weights are coded")
+    set_isa(available[-1])
+    yield
+    set_isa(ISAS[-1])
+
+
 def noise(outputs: int, inputs: int) -> torch.Tensor:
     return (torch.randn(outputs, inputs) * 0.02).bfloat16()
 
@@ -104,21 +115,14 @@ def test_an_embedding_reads_outputs_of_a_pack(outputs):
     assert torch.equal(got, weight[outputs])
 
 
+@pytest.mark.usefixtures("coding_isa")
 def test_a_matrix_with_too_many_rare_numbers_is_packed_as_it_is():
     torch.manual_seed(0)
     weight = with_rare_numbers(noise(32, 256), RARE + 16 + 1)
     assert not Pack(32, 256, PackFormat.CODED_BFLOAT16).put(Matrix(weight))
-    set_isa_for_coding()
     pack = Packer().pack(64, 256, [Matrix(noise(32, 256)), Matrix(weight, 2)])
     assert pack.form is PackFormat.BFLOAT16
     assert torch.equal(pack.unpacked(torch.arange(32, 64)), weight)
-
-
-def set_isa_for_coding() -> None:
-    available = [name for name in CODING_ISAS if name in ISAS]
-    if not available:
-        pytest.skip("this machine has no AVX-512, for which weights are coded")
-    set_isa(available[-1])
 
 
 def test_weights_are_coded_where_few_rows_gain_by_it(isa):
@@ -133,10 +137,10 @@ def test_weights_whose_blocks_would_be_mostly_padding_are_not_coded(isa):
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40])
+@pytest.mark.usefixtures("coding_isa")
 def test_matrices_share_a_pack(rows):
     """As gate and up projections do, group by group in turns."""
     torch.manual_seed(0)
-    set_isa_for_coding()
     halves = [noise(32, 256), with_rare_numbers(noise(32, 256))]
     pack = Packer().pack(64, 256, [Matrix(half, i, 2) for i, half in enumerate(halves)])
     assert pack.form is PackFormat.CODED_BFLOAT16
@@ -161,9 +165,9 @@ def test_what_is_not_finite_stays_so(value, rows, isa):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.usefixtures("coding_isa")
 def test_a_layer_with_a_bias(rows):
     torch.manual_seed(0)
-    set_isa_for_coding()
     linear = nn.Linear(256, 48).bfloat16()
     layer = PackedLinear(linear, torch.float32)
     assert layer.pack.form is PackFormat.CODED_BFLOAT16
@@ -172,9 +176,9 @@ def test_a_layer_with_a_bias(rows):
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.usefixtures("coding_isa")
 def test_experts_of_coded_weights_are_those_of_weights_as_they_are(tokens):
     torch.manual_seed(0)
-    set_isa_for_coding()
     x, chosen = torch.randn(tokens, 256).bfloat16(), torch.rand(tokens, 5).topk(2).indices
     factors = torch.rand(tokens, 2).bfloat16()
     outputs = [
