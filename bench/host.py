@@ -2,19 +2,22 @@
 
 A whole decode worker (loop, mail, role, scheduler, memory with its tree and events, outbox, ZeroMQ sockets)
 over an engine whose device work is free (bench/free_engine.py), in lockstep (overlap depth 0, so nothing
-hides anything). A router in another process starts the rooms, takes their tokens and acknowledges them. The
-rooms have a prompt of 512 tokens, which the decode worker computes itself: their steps are then the same as
-after a hand-off. `values`, medians over blocks of steps of four workers measured alternately:
+hides anything) but for one. A router in another process starts the rooms, takes their tokens and acknowledges
+them. The rooms have a prompt of 512 tokens, which the decode worker computes itself: their steps are then the
+same as after a hand-off. `values`, medians over blocks of steps of six workers measured alternately:
 
     step_ms_64, step_ms_256     wall time of a turn of the loop, greedy; includes what the I/O thread takes
     step_ms_64_logprobs         with the 5 best log-probabilities
     step_ms_64_t1               temperature 1, seeded
+    step_ms_1_ahead             one row, greedy, overlap depth 1, where a device takes 0.1 ms for a step
     lock_us_p99                 of our own locks on the loop's thread: from asking for one to giving it back;
                                 0 when a step takes none
     locks_per_step              how many a step takes
     kept_bytes_per_token        memory that steps leave behind (tracemalloc), per token: the output, in the
                                 request's list and in that of the outbox
     kept_objects_per_step       container objects (tensors are) that a step leaves behind (gc.get_count)
+
+`ratios.ahead_by_thread`: step_ms_1_ahead where a thread issues each step / where the loop does.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from bench.common import alternate, argument_parser, medians, print_result, seconds
-from bench.free_engine import FreeEngine
+from bench.free_engine import Ahead, FreeEngine
 from bench.host_router import Rooms, requests, running_router
 from bench.timed_lock import own_locks_timed
 from common.garbage import freeze_gc
@@ -49,30 +53,45 @@ _START_S = 60.0
 _ACK_WITHIN_S = 30.0
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=OUTPUTS)
+_DEVICE_S = 1e-4  # less than the host takes
+
+
+class Side(NamedTuple):
+    """What one worker does."""
+
+    rows: int
+    sampling: SamplingParams = GREEDY
+    ahead: Ahead | None = None
+
+
 SIDES = {
-    "step_ms_64": (64, GREEDY),
-    "step_ms_256": (256, GREEDY),
-    "step_ms_64_logprobs": (
-        64,
-        SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=OUTPUTS, top_logprobs=5),
+    "step_ms_64": Side(64),
+    "step_ms_256": Side(256),
+    "step_ms_64_logprobs": Side(
+        64, SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=OUTPUTS, top_logprobs=5)
     ),
-    "step_ms_64_t1": (64, SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_new_tokens=OUTPUTS)),
+    "step_ms_64_t1": Side(
+        64, SamplingParams(temperature=1.0, seed=7, ignore_eos=True, max_new_tokens=OUTPUTS)
+    ),
+    "step_ms_1_ahead": Side(1, ahead=Ahead(_DEVICE_S)),
+    "step_ms_1_by_thread": Side(1, ahead=Ahead(_DEVICE_S, by_thread=True)),
 }
 
 
 @contextmanager
-def decode_worker(rows: int) -> Iterator[Worker]:
-    """A decode worker for that many rooms, whose loop the caller turns."""
-    context = PROMPT + OUTPUTS
+def decode_worker(side: Side) -> Iterator[Worker]:
+    """A decode worker for so many rooms, whose loop the caller turns."""
+    context, rows = PROMPT + OUTPUTS, side.rows
     options = WorkerOptions(
         model="bench",
         engine="fake",
         max_running_requests=rows,
         max_context_tokens=context,
         max_total_tokens=rows * (context + 16),
+        overlap_depth=int(side.ahead is not None),
     )
     fake, memory = build_engine(options, reserves=True)
-    model = ModelParts(FreeEngine(fake.spec, rows), memory)
+    model = ModelParts(FreeEngine(fake.spec, rows, side.ahead), memory)
     worker = Worker(options, DecodeRole, kept=model)
     try:
         yield worker
@@ -97,11 +116,12 @@ def start(worker: Worker, rows: int) -> None:
 
 def kept() -> dict[str, float]:
     """What the steps of a worker leave behind."""
-    rows, sampling = SIDES["step_ms_64"]
+    side = SIDES["step_ms_64"]
+    rows = side.rows
     tracemalloc.start()  # first: a list that grows later would count as a whole
     with (
-        decode_worker(rows) as worker,
-        running_router([(worker.record().mailbox, requests(1, rows, PROMPT, sampling))]),
+        decode_worker(side) as worker,
+        running_router([(worker.record().mailbox, requests(1, rows, PROMPT, side.sampling))]),
     ):
         start(worker, rows)
         for _ in range(STEPS):
@@ -138,14 +158,14 @@ def main() -> None:
     options = argument_parser(__doc__).parse_args()
     with ExitStack() as stack:
         held = stack.enter_context(own_locks_timed())
-        workers = {name: stack.enter_context(decode_worker(rows)) for name, (rows, _) in SIDES.items()}
+        workers = {name: stack.enter_context(decode_worker(side)) for name, side in SIDES.items()}
         rooms: Rooms = [
-            (worker.record().mailbox, requests(1000 * i + 1, SIDES[name][0], PROMPT, SIDES[name][1]))
+            (worker.record().mailbox, requests(1000 * i + 1, SIDES[name].rows, PROMPT, SIDES[name].sampling))
             for i, (name, worker) in enumerate(workers.items())
         ]
         stack.enter_context(running_router(rooms))
         for name, worker in workers.items():
-            start(worker, SIDES[name][0])
+            start(worker, SIDES[name].rows)
         freeze_gc()
 
         def block(worker: Worker) -> float:
@@ -159,11 +179,13 @@ def main() -> None:
         alternate(sides, 2)
         held.clear()
         values = {name: round(value, 3) for name, value in medians(alternate(sides, ROUNDS)).items()}
+        by_thread = values.pop("step_ms_1_by_thread")
+        ratios = {"ahead_by_thread": round(by_thread / values["step_ms_1_ahead"], 3)}
         values["lock_us_p99"] = (
             round(statistics.quantiles(held, n=100)[98] * 1e6, 1) if len(held) > 1 else 0.0
         )
         values["locks_per_step"] = round(len(held) / (len(sides) * ROUNDS * STEPS), 2)
-    print_result("host", {}, values | kept(), options.json)
+    print_result("host", ratios, values | kept(), options.json)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ forward computes.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+
+from common.polling import poll
 
 
 class Completion(Protocol):
@@ -31,10 +32,6 @@ class Completions(Protocol):
         """The point behind all work that this thread has put on the device so far."""
         ...
 
-    def close(self) -> None:
-        """End the threads. Idempotent."""
-        ...
-
 
 class HostCompletions:
     """Completions on a CPU: work is done when the call that does it returns."""
@@ -42,29 +39,17 @@ class HostCompletions:
     def record(self) -> Completion:
         return _Done()
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 class CudaCompletions:
-    """Completions of one CUDA device, by events on the current stream.
-
-    CUDA cannot wait for an event with a bound. So a thread of its own waits for the events in order, and
-    others wait for that thread with a bound. Polling the event instead would hold the GIL against the thread
-    that queues the next forward.
-    """
+    """Completions of one CUDA device, by events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="device-completions")
 
     def record(self) -> Completion:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        return _Reached(self._waiter.submit(event.synchronize))
-
-    def close(self) -> None:
-        self._waiter.shutdown(wait=False)  # an event of a device that failed may never come
+        return _Recorded(event)
 
 
 def completions_of(device: torch.device) -> Completions:
@@ -77,9 +62,13 @@ class _Done:
         del timeout_s
 
 
-class _Reached:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+class _Recorded:
+    """Polls. A thread that waits for the event, and is waited for with a bound, would add two wake-ups of
+    threads to each step, and both want the GIL, which a thread that issues a forward holds."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
 
     def wait(self, timeout_s: float) -> None:
-        self._future.result(timeout_s)
+        if not poll(self._event.query, timeout_s):
+            raise TimeoutError

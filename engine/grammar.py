@@ -95,7 +95,7 @@ class GrammarState:
     """Which tokens may follow a sequence's outputs.
 
     It depends on nothing but the outputs, so the matcher goes forward and back to the position that is asked
-    for. Used by the thread that runs forwards.
+    for. Used while a forward is issued.
     """
 
     __slots__ = ("_always", "_before", "_compiled", "_eos", "_length", "_matcher", "_until")

@@ -165,11 +165,15 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._steps[size] = self._record(size)
 
+    def computes(self, batch: ForwardBatch) -> bool:
+        """Whether a graph computes the batch."""
+        return len(batch.q_lens) <= self._sizes[-1] and is_decode(batch)
+
     def run(self, batch: ForwardBatch) -> Replayed | None:
         """Compute a decode batch, padded; None for a batch that no graph computes."""
-        n = len(batch.q_lens)
-        if n > self._sizes[-1] or not is_decode(batch):
+        if not self.computes(batch):
             return None
+        n = len(batch.q_lens)
         size = next(size for size in self._sizes if size >= n)
         whole = padded(batch, size)
         step = self._steps.get(size)

@@ -19,7 +19,7 @@ class LastTokens:
     """Maps a row to its last sampled token. The tokens are on the device of the forwards and stay there, so
     that a forward can be queued before the one whose tokens it continues is done.
 
-    Only the thread that runs forwards uses it, so each forward sees the tokens of all forwards before it.
+    It is used while a forward is issued, one after the other, so each sees the tokens of all before it.
     """
 
     def __init__(self, device: torch.device | None = None, rows: int = 64) -> None:

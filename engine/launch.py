@@ -1,4 +1,4 @@
-"""Runs forwards in the order in which they are launched, on one executor thread or inline.
+"""Runs forwards in the order in which they are launched, on one executor thread or on the caller's.
 
 A forward only queues work on its device, and returns a function that reads its result when that work is done.
 """
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from weakref import ref
 
 from engine.batch import BatchResult
 from engine.completion import Completion, Completions, HostCompletions
@@ -62,11 +63,20 @@ class LaunchQueue:
         """`completions` are those of the device that the functions put work on, by default the CPU."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name) if overlap else None
         self._completions = completions or HostCompletions()
+        self._last: Callable[[], Future[Issued] | None] = lambda: None  # given to the executor; weakly held
 
-    def launch(self, forward: Callable[[], Read]) -> Launched:
-        """Queue `forward`, or run it at once if there is no overlap. result() raises its errors."""
-        if self._executor is not None:
-            return Launched(self._executor.submit(self._issue, forward))
+    def launch(self, forward: Callable[[], Read], is_brief: bool = False) -> Launched:
+        """Queue `forward`, or run it at once if there is no overlap. result() raises its errors.
+
+        A brief one, which soon returns and waits for nothing, is run at once with overlap too, if no other is
+        still queued: to wake a thread takes a good part of the time that the host has for a decode step.
+        """
+        last = self._last()
+        is_free = last is None or last.done()
+        if self._executor is not None and not (is_brief and is_free):
+            queued = self._executor.submit(self._issue, forward)
+            self._last = ref(queued)
+            return Launched(queued)
         future: Future[Issued] = Future()
         try:
             future.set_result(self._issue(forward))
@@ -75,10 +85,9 @@ class LaunchQueue:
         return Launched(future)
 
     def close(self) -> None:
-        """Run the queued functions, then end the threads. Idempotent."""
+        """Run the queued functions, then end the thread. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
-        self._completions.close()
 
     def _issue(self, forward: Callable[[], Read]) -> Issued:
         try:

@@ -103,14 +103,19 @@ class ModelRunner:
             self._graphs.record_all()
 
     def launch(self, batch: ForwardBatch) -> Launched:
-        return self._queue.launch(lambda: self.issue(batch))
+        return self._queue.launch(lambda: self.issue(batch), is_brief=self._is_brief(batch))
 
     def close(self) -> None:
         self.grammars.close()
         self._queue.close()
 
+    def _is_brief(self, batch: ForwardBatch) -> bool:
+        """Whether the host has little to issue: a replay, and sampling that waits for no earlier token."""
+        replays = self._graphs is not None and self._graphs.computes(batch)
+        return replays and not any(state.grammar is not None for state in batch.sampling.states)
+
     def issue(self, batch: ForwardBatch) -> Read:
-        """Put the forward on the device, on the thread that runs forwards. Nothing waits for the device."""
+        """Put the forward on the device. Nothing waits for the device."""
         recording = self._last_tokens.placeholders_on_failure(batch)
         few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
         with torch.inference_mode(), self._current_device(), few, recording:
@@ -204,8 +209,7 @@ class ModelRunner:
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.
 
-        No other token goes through lm_head. Call it on the thread that runs forwards, or while nothing is
-        launched.
+        No other token goes through lm_head. Call it while nothing is launched.
         """
         with self._current_device():
             every = tuple(PooledPrompt(sequence, 0) for sequence in range(len(batch.q_lens)))

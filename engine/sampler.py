@@ -81,7 +81,7 @@ def read_argmax(tokens: npt.NDArray[np.int64], is_finite: npt.NDArray[np.int64])
 
 
 class Sampler:
-    """Samples batch after batch of one model. Used by the thread that runs forwards."""
+    """Samples batch after batch of one model. Used while a forward is issued."""
 
     def __init__(
         self,

@@ -7,16 +7,15 @@ completion of the forward that wrote them, and what has landed is read by a forw
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from common.errors import TransferError
+from common.polling import poll
 
 _COPY_S = 30.0  # a copy of a few MiB takes less than a millisecond
-_POLL_S = 5e-5
 _FAILURES = (RuntimeError, TransferError)  # of torch's streams and events, late
 
 
@@ -85,9 +84,5 @@ class _Recorded:
         self._event = event
 
     def wait(self) -> None:
-        """Polls, because CUDA cannot wait for an event with a bound."""
-        deadline = time.monotonic() + _COPY_S
-        while not self._event.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise TransferError(f"a copy from or to the device was not done within {_COPY_S:.0f} s")
-            time.sleep(_POLL_S)
+        if not poll(self._event.query, _COPY_S):
+            raise TransferError(f"a copy from or to the device was not done within {_COPY_S:.0f} s")

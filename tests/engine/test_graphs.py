@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -91,6 +92,23 @@ def test_steps_that_are_launched_ahead_take_their_tokens_from_the_device(drawn: 
     driver.engine.close()
     assert tokens.tolist() == [answer[:21] for answer in expected]
     assert recorder.steps[0].replays == 20
+
+
+def test_replays_are_issued_where_they_are_launched_and_whole_forwards_on_a_thread(
+    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = drawn("qwen3")
+    driver, _ = open_recorded(path, overlap=True)
+    issue, threads = driver.engine.issue, list[threading.Thread]()
+    monkeypatch.setattr(
+        driver.engine, "issue", lambda batch: threads.append(threading.current_thread()) or issue(batch)
+    )
+    lane = driver.add(PROMPTS[0])
+    driver.generate([lane], 6, chunk=len(PROMPTS[0]))
+    driver.engine.close()
+    assert lane.outputs == expected[0][:6]
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [False, *[True] * 5]
 
 
 def test_a_hybrids_prompt_of_one_token_starts_without_a_state(drawn: Drawn) -> None:

@@ -46,9 +46,6 @@ class Gate:
         if self.error is not None:
             raise self.error
 
-    def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_result_waits_for_the_device(overlap: bool) -> None:
@@ -131,4 +128,41 @@ def test_a_device_that_failed_is_lost() -> None:
     queue = LaunchQueue(False, completions=gate)
     with pytest.raises(DeviceLost, match="illegal memory access"):
         queue.launch(lambda: lambda: BatchResult(np.array([7]), [None])).result(60)
+    queue.close()
+
+
+def test_a_brief_forward_runs_on_the_callers_thread_unless_another_is_still_queued() -> None:
+    may_end, order, threads = threading.Event(), list[str](), list[int]()
+
+    def forward(name: str) -> Read:
+        if name == "long":
+            assert may_end.wait(60)
+        order.append(name)
+        threads.append(threading.get_ident())
+        return lambda: BatchResult(np.array([len(order)]), [None])
+
+    queue = LaunchQueue(overlap=True)
+    queue.launch(lambda: forward("first"), is_brief=True)
+    assert order == ["first"]
+    long = queue.launch(lambda: forward("long"))
+    behind = queue.launch(lambda: forward("behind"), is_brief=True)
+    assert order == ["first"]
+    may_end.set()
+    long.result(60)
+    behind.result(60)
+    queue.launch(lambda: forward("last"), is_brief=True)
+    queue.close()
+    assert order == ["first", "long", "behind", "last"]
+    me = threading.get_ident()
+    assert [thread == me for thread in threads] == [True, False, False, True]
+
+
+def test_a_brief_forward_that_fails_fails_when_its_result_is_taken() -> None:
+    def forward() -> Read:
+        raise IndexError("half-way")
+
+    queue = LaunchQueue(overlap=True)
+    launched = queue.launch(forward, is_brief=True)
+    with pytest.raises(EngineError, match="half-way"):
+        launched.result(60)
     queue.close()

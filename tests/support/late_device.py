@@ -43,10 +43,6 @@ class LateDevice:
             self.now += self.job_s
             self.done += 1
 
-    def close(self) -> None:
-        """Run everything."""
-        self.run_to(self.put)
-
 
 @dataclass
 class _Point:
@@ -74,6 +70,7 @@ class LateEngine:
 
     def close(self) -> None:
         self._queue.close()
+        self.device.run_to(self.device.put)
         self.inner.close()
 
     def _issue(self, batch: ForwardBatch) -> Read:
