@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from cluster.config import ServeConfig
 from common.errors import ConfigError
 from engine.gate import check_model
+from engine.text_part import text_part
 from router.text.output_formats import check_parsers
 from router.text.sampling_defaults import read_defaults
 
@@ -29,4 +30,4 @@ def check_models(config: ServeConfig) -> None:
             found = AutoConfig.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError("model", f"{directory}: {error}", "give a checkpoint of a causal LM") from None
-        check_model(found)
+        check_model(text_part(found))

@@ -35,6 +35,7 @@ from engine.module_replacements import (
     takes_stored_weights,
 )
 from engine.spec import ModelSpec
+from engine.text_part import text_part, text_weights
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
 
@@ -75,13 +76,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     local = _is_directory(config.model)
     try:
-        hf_config = AutoConfig.from_pretrained(config.model, local_files_only=local)
+        whole = AutoConfig.from_pretrained(config.model, local_files_only=local)
     except (OSError, ValueError) as error:
         raise _unreadable(config.model, error) from error
+    hf_config = text_part(whole)
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
     check_weight_dtype(config, dtype)
-    model = _read(config, hf_config, dtype, local)
+    model = _read(config, hf_config, dtype, local, is_part=hf_config is not whole)
     move_parameters(model, torch.device(config.device))
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
@@ -112,8 +114,9 @@ def read_tokenizer(model: str) -> str:
     )
 
 
-def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
-    """The model with its weights, some of which may be StoredTensors.
+def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool, is_part: bool) -> Any:
+    """The model with its weights, some of which may be StoredTensors. `is_part`: of a checkpoint that has
+    more than text.
 
     With accelerate each weight goes to another device when it is read; without it all are in the host's
     memory first. So are those of a model of which some stay stored: transformers would reserve the GPU's
@@ -128,6 +131,9 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
         keep = form is not None and takes_stored_weights(config, dtype)
         direct = not on_cpu and not keep and is_accelerate_available()
         weights = read_weights(config.model, form, dtype, local, keep)
+        if is_part:
+            weights = text_weights(weights)
+            plain.tie_word_embeddings = "lm_head.weight" not in weights
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
             None,
             config=plain,

@@ -1,0 +1,65 @@
+"""The text part of a checkpoint that takes images, too: most of Gemma 3, Mistral Small 3 and Qwen 3.5.
+
+Text alone goes through the same layers as in a model without images, so that only these are loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from engine.errors import UnsupportedModel
+
+Weight = TypeVar("Weight")
+
+_ARCHITECTURES = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+"""model_type -> the class that is tested token by token against its own generate() of text. Others are not
+taken by their form alone: PaliGemma's prompts, for one, see what follows."""
+
+_OF_THE_WHOLE = ("dtype", "eos_token_id", "quantization_config", "compression_config")
+"""Settings that config.json has beside the text part's."""
+
+_NAMES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""How names of the text part's weights begin, in published files and in those of transformers -> in a model
+of text alone."""
+
+
+def text_part(config: Any) -> Any:
+    """The text part's transformers config; `config` itself if the model takes text alone.
+
+    Raises UnsupportedModel for another class over such a config.
+    """
+    expected = _ARCHITECTURES.get(getattr(config, "model_type", ""))
+    if expected is None:
+        return config
+    if config.architectures and expected not in config.architectures:
+        raise UnsupportedModel(
+            f"architectures is {config.architectures!r} in config.json, not {expected}",
+            f"use a checkpoint of {expected}",
+        )
+    part = copy.deepcopy(config.get_text_config())
+    part.architectures = None
+    for key in _OF_THE_WHOLE:
+        if (value := getattr(config, key, None)) is not None:
+            setattr(part, key, value)
+    return part
+
+
+def text_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Those of the text part, by the names that they have in a model of text alone."""
+    return {
+        new + name.removeprefix(old): weight
+        for name, weight in weights.items()
+        for old, new in _NAMES.items()
+        if name.startswith(old)
+    }
