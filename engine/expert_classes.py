@@ -9,6 +9,7 @@ EXPERTS = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
     "Qwen3NextExperts",
+    "Qwen3_5MoeExperts",
     "DeepseekV2Experts",
     "DeepseekV3Experts",
     CLAMPED,

@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 """model_type -> the class that is tested token by token against its own generate() of text. Others are not
 taken by their form alone: PaliGemma's prompts, for one, see what follows."""

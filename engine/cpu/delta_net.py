@@ -17,7 +17,7 @@ from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT, SequenceStates
 
-MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet")
+MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 """The transformers classes that DeltaNet computes."""
 
 MAX_DIM = 256  # delta_net.h: kMaxDim

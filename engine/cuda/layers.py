@@ -24,7 +24,7 @@ NORMS = (
 )
 """transformers' norms that multiply by their weight."""
 
-NORMS_PLUS_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm")
+NORMS_PLUS_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """transformers' norms that multiply by their weight plus one."""
 
 MLPS = (
@@ -35,6 +35,7 @@ MLPS = (
     "Qwen2MoeMLP",
     "Qwen3NextMLP",
     "Qwen3_5MLP",
+    "Qwen3_5MoeMLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""
 

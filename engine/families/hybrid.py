@@ -24,6 +24,7 @@ _KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid"})
 _MIXERS = {
     "Qwen3NextGatedDeltaNet": "cache_params",
     "Qwen3_5GatedDeltaNet": "cache_params",
+    "Qwen3_5MoeGatedDeltaNet": "cache_params",
     "FalconH1Mixer": "cache_params",
     "Lfm2ShortConv": "past_key_values",
 }
@@ -138,6 +139,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
+        _groups(_delta_net),
+        layer_types=_LINEAR_OR_FULL,
+        check=_some_attend,
+        prepare=_pack_mixers,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
         _groups(_delta_net),
         layer_types=_LINEAR_OR_FULL,
         check=_some_attend,

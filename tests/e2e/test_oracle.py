@@ -76,6 +76,7 @@ SUBSET = [
     Case("gpt_oss", 16, 56, "tcp"),
     Case("qwen3_next", 16, 20, "shm", overlap=1),
     Case("qwen3_5_text", 1, 56, "mooncake"),
+    Case("qwen3_5_moe_text", 64, 20, "tcp"),
     Case("falcon_h1", 64, None, "colocated"),
     Case("lfm2", 16, 56, "tcp"),
 ]

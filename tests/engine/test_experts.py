@@ -50,7 +50,11 @@ def logits_of(runner: ModelRunner, chunk: int) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next"]
+    "family",
+    [
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+        *("qwen3_next", "qwen3_5_moe_text"),
+    ],
 )
 def test_experts_that_no_token_chose_are_not_read(
     family: str, dtype: str, chunk: int, tmp_path: Path

@@ -33,7 +33,7 @@ from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model, reference_model
 from tests.support.tiny_models import make_tiny
 
-HYBRID = ("falcon_h1", "lfm2", "qwen3_5_text", "qwen3_next")
+HYBRID = ("falcon_h1", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 PAGE, PAGES, TOKENS = 16, 40, 24
 _random = random.Random(21)
 PROMPTS = [[_random.randrange(256) for _ in range(n)] for n in (1, 2, 37, 150)]

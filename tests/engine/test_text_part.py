@@ -18,6 +18,7 @@ from transformers import (
     PixtralVisionConfig,
     PretrainedConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     SiglipVisionConfig,
 )
 
@@ -45,8 +46,16 @@ def _pixtral() -> PixtralVisionConfig:
     )
 
 
-def _qwen_vision() -> dict[str, Any]:
-    return {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+def _qwen(text: str) -> dict[str, Any]:
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    return {
+        "text_config": MIXED[text]().to_dict(),
+        "vision_config": sizes,
+        "image_token_id": 300,
+        "video_token_id": 301,
+        "vision_start_token_id": 302,
+        "vision_end_token_id": 303,
+    }
 
 
 WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -64,14 +73,8 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         image_token_index=300,
         tie_word_embeddings=False,
     ),
-    "qwen3_5": lambda: Qwen3_5Config(
-        text_config=MIXED["qwen3_5_text"]().to_dict(),
-        vision_config=_qwen_vision(),
-        image_token_id=300,
-        video_token_id=301,
-        vision_start_token_id=302,
-        vision_end_token_id=303,
-    ),
+    "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(**_qwen("qwen3_5_moe_text")),
 }
 
 

@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -44,6 +45,7 @@ CLASSES: dict[str, type[PretrainedConfig]] = {
     "gpt_oss": GptOssConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "falcon_h1": FalconH1Config,
     "lfm2": Lfm2Config,
 }
@@ -291,6 +293,14 @@ def _qwen3_next(draw: ShapeDraw) -> Keys:
     }
 
 
+def _qwen3_5_moe(draw: ShapeDraw) -> Keys:
+    return {
+        **_delta_net(draw),
+        **draw.experts("num_experts"),
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+    }
+
+
 def _falcon_h1(draw: ShapeDraw) -> Keys:
     heads, head_dim = draw.rng.choice([(2, 16), (4, 8), (4, 16), (6, 16)])
     return {
@@ -336,6 +346,7 @@ _SHAPES = {
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _delta_net,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
 }

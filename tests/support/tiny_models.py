@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -194,6 +195,14 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         )
     ),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**_delta_net()),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **_delta_net(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    ),
     "falcon_h1": lambda: FalconH1Config(
         **_without("head_dim"),
         mamba_d_ssm=96,

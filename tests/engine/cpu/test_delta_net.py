@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from engine.config import EngineConfig
@@ -25,6 +26,7 @@ except KernelsUnavailable as error:
 KINDS = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeGatedDeltaNet),
 }
 HIDDEN, SLOTS = 64, 7
 
@@ -56,7 +58,12 @@ def replaced(mixer):
 @pytest.mark.parametrize("isa", ["avx2", "best"])
 @pytest.mark.parametrize(
     ("kind", "heads", "dims"),
-    [("qwen3_next", (2, 6), (32, 144)), ("qwen3_5", (2, 2), (64, 128)), ("qwen3_5", (1, 4), (16, 16))],
+    [
+        ("qwen3_next", (2, 6), (32, 144)),
+        ("qwen3_5", (2, 2), (64, 128)),
+        ("qwen3_5", (1, 4), (16, 16)),
+        ("qwen3_5_moe", (2, 4), (32, 32)),
+    ],
 )
 def test_a_step_equals_transformers_and_writes_only_its_slots(kind, heads, dims, isa):
     mixer = make_mixer(kind, *heads, *dims)

@@ -31,6 +31,7 @@ REPLACED = {
     "falcon_h1": {"FalconH1RMSNorm"},
     "lfm2": {"Lfm2RMSNorm"},
     "qwen3_5_text": {"Qwen3_5RMSNorm", "Qwen3_5MLP"},
+    "qwen3_5_moe_text": {"Qwen3_5MoeRMSNorm", "Qwen3_5MoeMLP"},
     "qwen3_next": {"Qwen3NextRMSNorm", "Qwen3NextMLP"},
 }
 OUTPUTS = 12
