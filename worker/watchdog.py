@@ -10,8 +10,10 @@ It has a thread of its own. The heartbeat's may block while it looks for the dir
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,7 +81,7 @@ class Watchdog:
             passed_s, looked_at = min(now - looked_at, 2 * _LOOK_S), now
             failure = None if self._closing else self._find(passed_s)
             if failure is not None:
-                log.error("%s: this worker gives up", failure)
+                log.error("%s: this worker gives up\n%s", failure, _stacks())
                 self.failure = failure
                 self._on_failure(failure)
                 return
@@ -95,3 +97,12 @@ class Watchdog:
             if one.still_s > one.bound_s():
                 return f"the {one.name} has been stuck for {one.still_s:.0f} s"
         return None
+
+
+def _stacks() -> str:
+    """Where each thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from worker.watchdog import Watchdog, Watched
 
 PATIENCE_S = 20.0
@@ -59,6 +61,27 @@ def test_a_thread_that_stands_still_is_found_after_its_bound_and_once() -> None:
     dog.watchdog.close()
     assert len(dog.found) == 1
     assert dog.found[0].startswith("the loop has been stuck")
+
+
+def test_the_log_says_where_each_thread_is(caplog: pytest.LogCaptureFixture) -> None:
+    may_end = threading.Event()
+
+    def wait_in_here() -> None:
+        may_end.wait(PATIENCE_S)
+
+    stuck = threading.Thread(target=wait_in_here, name="helper")
+    stuck.start()
+    dog = Dog()
+    dog.helper.running = False
+    dog.watchdog.look_now()
+    assert dog.bitten.wait(PATIENCE_S)
+    may_end.set()
+    stuck.join()
+    dog.watchdog.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the helper has died: this worker gives up\n")
+    of_helper = record.getMessage().partition("thread helper:\n")[2].partition("\nthread ")[0]
+    assert "wait_in_here" in of_helper
 
 
 def test_a_slow_thread_within_its_bound_and_one_that_comes_round_are_left_alone() -> None:
