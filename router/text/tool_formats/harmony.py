@@ -20,6 +20,7 @@ END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 _HEADS = (START, CHANNEL)
+_ADDRESSED = ("to=functions.", " to=functions.")
 _LONGEST_HEAD = 512  # characters
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]+)")
 _ANALYSIS = re.compile(r"(^|<\|channel\|>)\s*analysis\b")
@@ -45,7 +46,7 @@ def final(markers: Markers, body: str) -> str:
 
 def read(source: Source, calls: Calls | None, with_reasoning: bool) -> Reading[None]:
     """Messages of all channels. Without `calls`, a message to a function is content."""
-    _, found = yield from until(source, MARKERS, Content)
+    found = START if (yield from _is_addressed(source)) else (yield from until(source, MARKERS, Content))[1]
     while found:
         if found not in _HEADS:
             _, found = yield from until(source, MARKERS, Content)
@@ -64,3 +65,13 @@ def read(source: Source, calls: Calls | None, with_reasoning: bool) -> Reading[N
         is_thought = with_reasoning and _ANALYSIS.search(head) is not None
         part: Callable[[str], Part] = Reasoning if is_thought else Content
         _, found = yield from until(source, _ENDS, part)
+
+
+def _is_addressed(source: Source) -> Reading[bool]:
+    """Whether an output begins with the function that its first message is to: that belongs to the head which
+    the prompt has begun with `<|start|>assistant`."""
+    while not source.text.startswith(_ADDRESSED):
+        if source.ended or not any(one.startswith(source.text) for one in _ADDRESSED):
+            return False
+        yield None
+    return True
