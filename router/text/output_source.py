@@ -15,6 +15,10 @@ _WORD = re.compile(r"[\w.:/-]{0,256}")
 MOST_SPACE = 64
 """Characters of white space that wait for what follows: some models never end with it."""
 
+_AT_ONCE = 4096
+"""Characters that are read together. Marker after marker is taken from the text, and each time the rest of it
+is copied, and searched for those that it has not: of a long text at once that takes quadratic time."""
+
 Returned = TypeVar("Returned")
 Reading = Generator[Part | None, None, Returned]
 
@@ -61,8 +65,11 @@ class ReadingParser:
         self._hidden = hidden
 
     def feed(self, text: str) -> list[Part]:
-        self._source.text += text
-        return self._read()
+        parts: list[Part] = []
+        for start in range(0, len(text), _AT_ONCE):
+            self._source.text += text[start : start + _AT_ONCE]
+            parts += self._read()
+        return parts
 
     def end(self) -> list[Part]:
         self._source.ended = True
@@ -169,14 +176,16 @@ def word(source: Source) -> Reading[str]:
 def through(source: Source, marker: str, most: int) -> Reading[str | None]:
     """Take the text before a marker, and the marker. Returns that text; None, with nothing taken, if the text
     ends before, or goes on for more than `most` characters."""
+    searched = 0
     while True:
-        at = source.text.find(marker, 0, most + len(marker))
+        at = source.text.find(marker, searched, most + len(marker))
         if at >= 0:
             taken = source.take(at)
             source.take(len(marker))
             return taken
         if source.ended or len(source.text) >= most + len(marker):
             return None
+        searched = max(0, len(source.text) - len(marker) + 1)
         yield None
 
 

@@ -326,6 +326,17 @@ def test_lists_that_never_end_are_not_read_to_the_end_of_the_text_each(opening: 
     assert time.process_time() - began < 5  # it took half a minute
 
 
+@pytest.mark.parametrize(
+    ("tools", "marker"), [("openai", "<|end|>"), ("openai", "<|channel|>"), ("qwen3_coder", "<function=f>")]
+)
+def test_a_long_text_of_markers_is_read_as_fast_at_once_as_while_it_comes(tools: str, marker: str) -> None:
+    text = marker * 30_000
+    began = time.process_time()
+    whole = parts_of([text], tools)
+    assert time.process_time() - began < 2  # of Harmony's it took ten seconds
+    assert whole == parts_of([marker] * 30_000, tools)
+
+
 THOUGHTS: list[tuple[str, str, str, Found]] = [
     ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
     ("qwen3", "", "\n<think></think>Yes.", ("", "Yes.", [])),
