@@ -39,6 +39,7 @@ class Tags:
     value: tuple[str, str]
     end: str
     call: tuple[str, str] = ("<tool_call>", "</tool_call>")
+    on_lines: bool = True  # a line end may stand before and behind a value, and is none of it
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ class Tags:
 
 QWEN = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
 SEED = replace(QWEN, call=("<seed:tool_call>", "</seed:tool_call>"))
-GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "")
+GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", on_lines=False)
 
 
 def read_qwen(source: Source, calls: Calls) -> Reading[None]:
@@ -114,7 +115,7 @@ def _arguments(source: Source, begun: CallStart, tags: Tags, schema: Mapping[str
         value = yield from through(source, tags.value[1], _LONGEST_VALUE)
         if value is None:
             return False
-        said = read_value(value, _of(schema, key.strip()))
+        said = read_value(value, _of(schema, key.strip()), tags.on_lines)
         yield CallArguments(begun.index, f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: {said}")
         before = ", "
     end = tags.end or tags.call[1]
@@ -129,10 +130,10 @@ def _of(schema: Mapping[str, Any], key: str) -> Any:
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
-def read_value(value: str, schema: Any) -> str:
+def read_value(value: str, schema: Any, on_lines: bool) -> str:
     """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON. What nests
     deeper than calls may is a text, too."""
-    text = value.removeprefix("\n").removesuffix("\n")
+    text = value.removeprefix("\n").removesuffix("\n") if on_lines else value
     types = types_of(schema)
     if types != {"string"}:
         bare = text.strip()

@@ -76,8 +76,8 @@ class _Written:
         after = "\n" if self.behind_value[0] == "\n" else ""
         written = json.dumps(value, ensure_ascii=False)
         for text in (value, written) if isinstance(value, str) else (written,):
-            is_read = json.dumps(json.loads(read_value(before + text + after, schema)), ensure_ascii=False)
-            if is_read == written and self.tags.value[1] not in text:
+            read = read_value(before + text + after, schema, self.tags.on_lines)
+            if json.dumps(json.loads(read), ensure_ascii=False) == written and self.tags.value[1] not in text:
                 return text
         return None
 

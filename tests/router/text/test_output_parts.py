@@ -165,6 +165,12 @@ CASES: list[tuple[str, str, Found]] = [
         "<arg_key>a</arg_key><arg_value>é</arg_value>\n</tool_call>",
         ("", "", [("f", '{"s": "1", "a": "é"}')]),
     ),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>\nx = 1\n</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value> 1\n</arg_value>\n</tool_call>",
+        ("", "", [("f", '{"s": "\\nx = 1\\n", "n": 1}')]),
+    ),
     # Harmony's.
     ("openai", "<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
     (
