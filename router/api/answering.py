@@ -143,6 +143,7 @@ async def make_submission(
         stop=params.stops(),
         skip_special_tokens=params.skip_special_tokens,
         kept_special=frozenset() if parsing is None else parsing.kept,
+        unsaid_behind=frozenset() if parsing is None else parsing.unsaid_behind,
         keep_stop=params.include_stop_str_in_output or params.no_stop_trim,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,

@@ -39,6 +39,7 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     kept_special: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
+    unsaid_behind: frozenset[int] = frozenset()  # those of them that a text for the parser alone follows
     keep_stop: bool = False  # the text has the stop string, or the token, that ended it
     session: str = ""
     opening: str = ""  # what the requests of one conversation have in common; "": the prompt's beginning
@@ -117,6 +118,8 @@ class ChoiceOutput:
         self._flush = detokenizer.flush
         self._stops = StopStrings(stop) if stop else None
         self._unsaid = submission.kept_special  # for the parser alone: stop strings are of what is said
+        self._unsaid_behind = submission.unsaid_behind
+        self._is_unsaid = False  # the text that comes now
         self._keep_stop = keep_stop
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
@@ -143,6 +146,10 @@ class ChoiceOutput:
                 continue
             if token in self._unsaid:
                 text += self._stops.flush() + piece
+                self._is_unsaid = token in self._unsaid_behind
+                continue
+            if self._is_unsaid:
+                text += piece
                 continue
             shown, hit = self._stops.push(piece)
             text += shown

@@ -117,6 +117,7 @@ class Parsing:
     kept: frozenset[int]  # special tokens that the parser needs in the text
     hidden: tuple[str, ...]  # their texts, which stay out of what is said
     channels: tuple[bool, bool] | None = None  # Harmony's: whether calls are read, and reasoning
+    unsaid_behind: frozenset[int] = frozenset()  # kept tokens: what follows, up to another, nobody is told
 
     def parser(self, room: int) -> OutputParser:
         """For one choice, by the number of its room."""
@@ -222,7 +223,8 @@ class OutputFormats:
             markers = harmony.MARKERS
         kept = () if shows_special else tuple(one for one in markers if self._is_special(one))
         tokens = frozenset(self._tokens[one] for one in kept)
-        return Parsing(reasoning, start, tools, schemas or {}, tokens, kept, channels)
+        heads = frozenset(self._tokens[one] for one in kept if one in harmony.BEFORE_HEADS)
+        return Parsing(reasoning, start, tools, schemas or {}, tokens, kept, channels, heads)
 
     def _format(self, required: bool) -> ToolFormat | None:
         known = self.tools

@@ -20,6 +20,8 @@ END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 _HEADS = (START, CHANNEL)
+BEFORE_HEADS = (*_HEADS, CONSTRAIN)
+"""What follows one of these up to the next marker is of a head, and nobody is told."""
 _ADDRESSED = ("to=functions.", " to=functions.")
 _LONGEST_HEAD = 512  # characters
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]+)")

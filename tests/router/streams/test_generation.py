@@ -141,6 +141,30 @@ def test_stop_strings_are_not_looked_for_in_tokens_that_only_a_parser_reads(tmp_
     assert delta.matched == "<"
 
 
+def test_stop_strings_are_not_looked_for_in_heads_that_only_a_parser_reads(tmp_path: Path) -> None:
+    tokenization = Tokenization(byte_level(tmp_path))
+    added, encode = tokenization.added_ids(), tokenization.encode
+    head, message = added["<|im_start|>"], added["<|im_end|>"]
+    submission = Submission(
+        request_id="r",
+        prompts=[[1]],
+        sampling=SamplingParams(),
+        kept_special=frozenset({head, message}),
+        unsaid_behind=frozenset({head}),
+    )
+    request = Request(tmp_path)
+    generation = Generation(submission, Collection(1), request, request)
+    detokenizer = tokenization.detokenizers.make(kept=submission.kept_special)
+    output = ChoiceOutput(generation.choices[0], generation, detokenizer, ("final",))
+    tokens = [head, *encode("final"), message, *encode("It is"), *encode(" final."), *encode("no")]
+    texts, stops = [], []
+    for token in tokens:
+        text, _, stopped = output.read(OutputDelta([token]))
+        texts.append(text)
+        stops.append(stopped)
+    assert "".join(texts[: stops.index(True) + 1]) == "<|im_start|>final<|im_end|>It is "
+
+
 def test_a_choice_that_fails_stops_the_others_after_what_came_before(model: Path) -> None:
     async def run() -> None:
         request = Request(model, n=2)
