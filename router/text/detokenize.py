@@ -92,17 +92,26 @@ class ByteLevelDetokenizer:
         self._table = table
         self._skipped = skipped
         self._decoder = _Utf8("replace")
+        self._begun = 0  # 1: the prompt ends within a character, and nothing has been said yet
 
     def follow(self, prompt: Sequence[int]) -> None:
-        """The bytes of a token do not depend on what is before it."""
+        """The bytes of a token depend on what is before it only if that ends within a character."""
+        for token in _last_shown(prompt, self._skipped, _LONGEST_CHARACTER):
+            self._decoder.decode(self._table.get(token, b""))
+        self._begun = 1 if self._decoder.getstate()[0] else 0
 
     def push(self, token: int) -> str:
         if token in self._skipped:
             return ""
-        return self._decoder.decode(self._table.get(token, b""))
+        return self._own(self._decoder.decode(self._table.get(token, b"")))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True)
+        return self._own(self._decoder.decode(b"", True))
+
+    def _own(self, text: str) -> str:
+        if self._begun and text:
+            text, self._begun = _without_begun(text, self._begun), 0
+        return text
 
 
 class ByteFallbackDetokenizer:
@@ -113,14 +122,20 @@ class ByteFallbackDetokenizer:
         self._skipped = skipped
         self._strip = strip
         self._unfinished = b""  # the first bytes of a character
+        self._begun = 0  # how many of them the prompt has, if nothing has been said yet
 
     def follow(self, prompt: Sequence[int]) -> None:
+        for token in _last_shown(prompt, self._skipped, _LONGEST_CHARACTER):
+            self._read(token)
+        self._begun = len(self._unfinished)
         if _last_shown(prompt, self._skipped, 1):
             self._strip = False
 
     def push(self, token: int) -> str:
-        if token in self._skipped:
-            return ""
+        text = "" if token in self._skipped else self._read(token)
+        return self._own(text) if self._begun and text else text
+
+    def _read(self, token: int) -> str:
         piece = self._table.get(token, "")
         if isinstance(piece, bytes):
             self._unfinished += piece
@@ -135,7 +150,11 @@ class ByteFallbackDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._no_text()
+        return self._own(self._no_text())
+
+    def _own(self, text: str) -> str:
+        text, self._begun = _without_begun(text, self._begun), 0
+        return text
 
     def _no_text(self) -> str:
         """U+FFFD for each byte of an unfinished character."""
@@ -204,6 +223,12 @@ class WindowDetokenizer:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
+
+
+def _without_begun(text: str, count: int) -> str:
+    """The first text of an output, without U+FFFD for `count` bytes of a character that its prompt has begun
+    and it has not finished: the prompt's text has them."""
+    return text[min(count, len(text) - len(text.lstrip(_UNFINISHED))) :]
 
 
 def _last_shown(prompt: Sequence[int], skipped: frozenset[int], most: int) -> list[int]:

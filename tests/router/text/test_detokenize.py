@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.text.detokenize import WindowDetokenizer
+from router.text.detokenize import WindowDetokenizer, byte_alphabet
 from router.text.tokenization import Tokenization
 from tests.support.tokenizers import byte_fallback, byte_level
 
@@ -58,12 +58,35 @@ def test_bytes_that_are_no_text_do_not_hold_up_the_stream(tmp_path: Path) -> Non
     assert got[3] != ""
 
 
-def test_an_output_may_finish_a_character_of_its_prompt(tmp_path: Path) -> None:
-    tokenizer = Tokenization(byte_fallback(tmp_path)).tokenizer
-    prompt, output = ["o", "<0xE6>", "<0x9D>"], ["<0xB1>", "x", "o"]
-    window = WindowDetokenizer(tokenizer, frozenset())
-    window.follow([tokenizer.token_to_id(name) or 0 for name in prompt])
-    assert "".join(window.push(tokenizer.token_to_id(name) or 0) for name in output) == "東xo"
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "window"])
+@pytest.mark.parametrize("text", ["o東x", "o東", "🙂", "é"])
+def test_an_output_may_finish_a_character_of_its_prompt(tmp_path: Path, kind: str, text: str) -> None:
+    tokenization = Tokenization((byte_level if kind == "byte_level" else byte_fallback)(tmp_path))
+    ids = _of_bytes(tokenization, text)
+    for count in range(1, len(ids)):
+        prompt, output = ids[:count], ids[count:]
+        other: Any = tokenization.tokenizer.token_to_id("o")
+        for said in (output, [other], [*output[:1], other], [prompt[0], other], []):
+            follows = tokenization.detokenizers.make(False)
+            if kind == "window":
+                follows = WindowDetokenizer(tokenization.tokenizer, frozenset())
+            follows.follow(prompt)
+            got = "".join(map(follows.push, said)) + follows.flush()
+            whole, before = tokenization.decode([*prompt, *said]), tokenization.decode(prompt)
+            assert before.rstrip("\ufffd") + got == whole or before + got == whole
+
+
+def _of_bytes(tokenization: Tokenization, text: str) -> list[int]:
+    """A token for each byte of it, but for letters."""
+    alphabet = {value: char for char, value in byte_alphabet().items()}
+    find: Any = tokenization.tokenizer.token_to_id
+    names = [
+        (alphabet[byte] if find(alphabet[byte]) is not None else f"<0x{byte:02X}>")
+        if byte < 128 or find("<0xE6>") is None
+        else f"<0x{byte:02X}>"
+        for byte in text.encode()
+    ]
+    return [find(name) for name in names]
 
 
 def test_special_tokens_are_skipped_unless_wanted(tokenization: Tokenization) -> None:
