@@ -43,7 +43,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_step_back)
-        self._tokenizer = self._thread.submit(self._load)
+        self._tokenizer: LLTokenizer | None = None  # of the thread; None: it is not read, or could not be
+        self._thread.submit(self._load)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,17 +72,25 @@ class GrammarCompiler:
         return compiled
 
     def _load(self) -> LLTokenizer:
+        if self._tokenizer is not None:
+            return self._tokenizer
         if not self._eos_token_ids:
             raise NothingAllowed("a grammar needs a model that names its end-of-sequence tokens")
         try:
-            return LLTokenizer(
+            self._tokenizer = LLTokenizer(
                 self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
         except (OSError, ValueError) as error:
             raise NothingAllowed(f"this model's tokenizer cannot be used with grammars: {error}") from error
+        return self._tokenizer
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        tokenizer = self._tokenizer.result(0)  # this thread has loaded it before
+        try:
+            tokenizer = self._load()
+        except NothingAllowed:
+            with self._lock:  # a file that could not be read may be there for the next request
+                self._compiled.pop(grammar, None)
+            raise
         try:
             matcher = LLMatcher(tokenizer, matcher_grammar(grammar), log_level=0, limits=LIMITS)
         except ValueError as error:

@@ -162,6 +162,22 @@ def test_a_stop_token_is_withheld_before_min_tokens(compiler: GrammarCompiler, t
         allowed(only, [a])
 
 
+def test_a_tokenizer_that_cannot_be_read_is_read_again_for_the_next_request(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    texts = deque([OSError("stale file handle"), OSError("stale file handle")])
+
+    def read() -> str:
+        if texts:
+            raise texts.popleft()
+        return (tmp_path / "tokenizer.json").read_text()
+
+    compiler = GrammarCompiler(read, VOCAB_SIZE, [EOS])
+    with pytest.raises(NothingAllowed, match="stale file handle"):
+        allowed(begun(compiler, CHOICE), [])
+    assert allowed(begun(compiler, CHOICE), [])
+    compiler.close()
+
+
 def test_foreign_outputs_and_bad_grammars_are_refused(compiler: GrammarCompiler, texts: list[str]) -> None:
     with pytest.raises(NothingAllowed, match="does not allow this output"):
         allowed(begun(compiler, CHOICE), tokens_of(texts, "tz"))
