@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ import jinja2.utils
 
 from common.errors import ConfigError, InvalidRequest
 from router.text.chat import Chat
-from router.text.messages import END_OF_CONTENT, as_templates_expect, up_to_content
+from router.text.messages import (
+    END_OF_CONTENT,
+    TemplateNeeds,
+    as_templates_expect,
+    up_to_content,
+)
 from router.text.template_marks import TemplateMarks
 
 # What a template is given under these names is not the request's to replace. (A template of the request's own
@@ -46,7 +52,7 @@ class ChatTemplate:
         self._templates: dict[str, _Compiled] = {}
         for name, source in sources.items():
             try:
-                self._templates[name] = _Compiled.make(environment, source, marks)
+                self._templates[name] = _Compiled.make(environment, source, marks, special_tokens)
             except jinja2.TemplateError as error:
                 raise ConfigError(
                     "model", f"its chat template {name!r} does not compile ({error})", "repair it"
@@ -84,23 +90,20 @@ class ChatTemplate:
         for name in chat.template_kwargs:
             if name in self._reserved:
                 raise InvalidRequest(f"{name!r} is not the request's to set", "chat_template_kwargs")
-        messages = as_templates_expect(
-            chat.messages, chosen.words, chosen.asks_for_none, chosen.joins_arguments
-        )
+        messages = as_templates_expect(chat.messages, chosen.needs)
         if chat.continues:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + END_OF_CONTENT}
+        given = {
+            **special_tokens,
+            **chat.template_kwargs,
+            "messages": messages,
+            "tools": chat.tools,
+            "documents": chat.template_kwargs.get("documents"),
+            "add_generation_prompt": chat.add_generation_prompt,
+            "strftime_now": chat.arrived.strftime,
+        }
         try:
-            rendered = template.render(
-                **{
-                    **special_tokens,
-                    **chat.template_kwargs,
-                    "messages": messages,
-                    "tools": chat.tools,
-                    "documents": chat.template_kwargs.get("documents"),
-                    "add_generation_prompt": chat.add_generation_prompt,
-                    "strftime_now": chat.arrived.strftime,
-                }
-            )
+            rendered = template.render(given)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the chat template refused these messages: {str(error)[:_LONGEST_REASON]}", "messages"
@@ -115,12 +118,16 @@ class _Compiled:
     usual: jinja2.Template
     marked: jinja2.Template
     plain: bool
-    words: frozenset[str]  # constants of the template, among them the roles that it names
-    asks_for_none: bool  # it tests whether a content is none
-    joins_arguments: bool  # it joins a call's arguments with texts, and never asks whether they are one
+    needs: TemplateNeeds
 
     @classmethod
-    def make(cls, environment: jinja2.Environment, source: str, marks: TemplateMarks) -> _Compiled:
+    def make(
+        cls,
+        environment: jinja2.Environment,
+        source: str,
+        marks: TemplateMarks,
+        special_tokens: dict[str, str],
+    ) -> _Compiled:
         parsed = environment.parse(source)
         plain = marks.is_plain(parsed)
         constants = (node.value for node in parsed.find_all(jinja2.nodes.Const))
@@ -131,7 +138,28 @@ class _Compiled:
         asked = any(_is_arguments(test.node) for test in parsed.find_all(jinja2.nodes.Test))
         joins = not asked and any(_is_arguments(part) for one in sums for part in one.iter_child_nodes())
         usual, marked = environment.from_string(source), environment.from_string(marks.mark(parsed))
-        return cls(usual, marked, plain, words, asks_for_none, joins)
+        given = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+        left_out, later = (
+            frozenset(
+                role
+                for role in ("system", "developer")
+                if (role == "system" or role in words)
+                and _has_all(usual, given, before)
+                and not _has_all(usual, given, [*before, role])
+            )
+            for before in (["system"], ["system", "user"])
+        )
+        return cls(usual, marked, plain, TemplateNeeds(words, asks_for_none, joins, left_out, later))
+
+
+def _has_all(template: jinja2.Template, given: dict[str, Any], roles: list[str]) -> bool:
+    """Whether a chat with messages of these roles, and a user's last, has the texts of all of them."""
+    messages = [{"role": role, "content": f"probe-{number}"} for number, role in enumerate([*roles, "user"])]
+    try:
+        rendered = template.render(given, messages=messages, strftime_now=datetime.now().strftime)
+    except _TEMPLATE_ERRORS:
+        return False
+    return all(message["content"] in rendered for message in messages)
 
 
 def _asks_for_none(test: jinja2.nodes.Expr) -> bool:

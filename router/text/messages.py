@@ -7,7 +7,7 @@ arguments of a tool call are a text, and any field may be null.
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ from common.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """OpenAI's. A template may name others."""
+
+_INSTRUCT = ("system", "developer")
 
 END_OF_CONTENT = "END_OF_CONTENT_TO_GO_ON_WITH "
 """Put behind a content with which the answer goes on. Its last character shows whether a template trims."""
@@ -67,31 +69,52 @@ def _parsed_arguments(arguments: Any) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def as_templates_expect(
-    messages: list[dict[str, Any]], named: Container[str], asks_for_none: bool, joins_arguments: bool
-) -> list[dict[str, Any]]:
-    """The messages for a template with the roles in `named`.
+@dataclass(frozen=True, slots=True)
+class TemplateNeeds:
+    """What a template asks of messages."""
+
+    words: frozenset[str]  # constants of the template, among them the roles that it names
+    asks_for_none: bool  # it tests whether a content is none
+    joins_arguments: bool  # it joins a call's arguments with texts, and never asks whether they are one
+    left_out: frozenset[str] = frozenset()  # roles that it leaves out, or refuses, behind a system message
+    left_out_later: frozenset[str] = frozenset()  # and behind a user's
+
+
+def as_templates_expect(messages: list[dict[str, Any]], needs: TemplateNeeds) -> list[dict[str, Any]]:
+    """The messages for a template.
 
     Many templates leave out a message whose role they do not know. So a role must be OpenAI's or the
-    template's, and a developer's message is a system's for a template that does not name developers.
-    A content of null is always there: beside calls as None for a template that `asks_for_none` (DeepSeek's
+    template's, and a developer's message is a system's for a template that does not name developers. Many
+    have one place for instructions: what would be left out is part of the first message, or later a user's.
+    A content of null is always there: beside calls as None for a template that asks for it (DeepSeek's
     renders them only then), else as "" (others would print "None", or fail). Arguments of calls are JSON for
-    a template that `joins_arguments` with other texts. Raises InvalidRequest.
+    a template that joins them with other texts. Raises InvalidRequest.
     """
-    expected = []
+    expected: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         role = message["role"]
-        if role not in ROLES and role not in named:
+        if role not in ROLES and role not in needs.words:
             raise InvalidRequest(
                 f"messages.{number}.role: {role[:64]!r} is none of {', '.join(ROLES)}", "messages"
             )
-        if role == "developer" and role not in named:
+        if role == "developer" and role not in needs.words:
             message = {**message, "role": "system"}
-        if joins_arguments and message.get("tool_calls"):
+        if needs.joins_arguments and message.get("tool_calls"):
             message = {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
-        is_none = asks_for_none and message.get("tool_calls")
-        expected.append(_with_usual_fields(message, None if is_none else ""))
+        is_none = needs.asks_for_none and message.get("tool_calls")
+        _add(expected, _with_usual_fields(message, None if is_none else ""), needs)
     return expected
+
+
+def _add(expected: list[dict[str, Any]], message: dict[str, Any], needs: TemplateNeeds) -> None:
+    """Add a message where the template does not leave it out."""
+    if len(expected) == 1 and expected[0]["role"] in _INSTRUCT and message["role"] in needs.left_out:
+        texts = [one.get("content") for one in (expected[0], message)]
+        expected[0] = {**expected[0], "content": "\n\n".join(text for text in texts if text)}
+    elif expected and expected[-1]["role"] not in _INSTRUCT and message["role"] in needs.left_out_later:
+        expected.append({**message, "role": "user"})
+    else:
+        expected.append(message)
 
 
 def up_to_content(rendered: str) -> str:

@@ -31,6 +31,23 @@ TEMPLATE = """{%- for message in messages %}
 {%- endfor %}"""
 
 
+# As gpt-oss's, and DeepSeek's with tools, ask.
+DEMANDING = """{%- if messages[0].role in ['system', 'developer'] %}
+{{- 'S:' + messages[0].content + ';' }}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- for tool in tools or [] %}
+{{- tool.function.name + ' // ' + tool.function.description + (tool.function.parameters | tojson) + ';' }}
+{%- for name in tool.function.parameters.properties.keys() %}{{ name }}{% endfor %}
+{%- endfor %}
+{%- for message in rest %}
+{%- if message.tool_calls is defined and message.content and message.thinking %}
+{{- raise_exception('Cannot pass both content and thinking') }}{% endif %}
+{%- if message.role == 'assistant' %}{{ 'A:' + message.thinking + '|' + message.content + ';' }}
+{%- elif message.role == 'user' %}{{ 'U:' + message.content + ';' }}{% endif %}
+{%- endfor %}"""
+USER = {"role": "user", "content": "Hi"}
+
+
 def model(tmp_path: Path, template: str = TEMPLATE) -> Path:
     path = byte_level(tmp_path)
     (path / "chat_template.jinja").write_text(template)
@@ -163,3 +180,30 @@ def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it(tmp_pa
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     with pytest.raises(InvalidRequest, match="leaves out"):
         tokenization.render_chat(ChatFields(continue_final_message=True).make_chat(chat))
+
+
+@pytest.mark.parametrize(("first", "second"), [("system", "developer"), ("developer", "system")])
+def test_instructions_that_a_template_would_leave_out_are_part_of_the_first_ones(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """Agents send two: instructions, and a developer's message. gpt-oss's template has one place, Mistral's
+    and Gemma's refuse a second one."""
+    system = [{"role": first, "content": "One."}, {"role": second, "content": "Two."}]
+    one_place = model(tmp_path, DEMANDING)
+    assert rendered(one_place, [*system, system[0], USER]) == "S:One.\n\nTwo.\n\nOne.;U:Hi;"
+    strict = """{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}
+    {{- raise_exception('System message must be at the beginning.') }}{% endif %}
+    {{- message.role + ':' + message.content + ';' }}{% endfor %}"""
+    assert rendered(model(tmp_path / "b", strict), [*system, USER]) == "system:One.\n\nTwo.;user:Hi;"
+    assert rendered(one_place, [system[0], USER, system[1], USER]) == "S:One.;U:Hi;U:Two.;U:Hi;"
+
+
+def test_several_instructions_stay_apart_where_the_template_has_them_all(tmp_path: Path) -> None:
+    both = [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, USER]
+    assert rendered(model(tmp_path), [*both, both[0]]).count("<|im_start|>system\n") == 3
+    leading = """{%- set ns = namespace(said=false) %}{%- for message in messages %}
+    {%- if message.role == 'system' and ns.said %}{{ raise_exception('too late') }}{% endif %}
+    {%- if message.role == 'user' %}{% set ns.said = true %}{% endif %}
+    {{- message.role + ':' + message.content + ';' }}{% endfor %}"""
+    want = "system:One.;system:Two.;user:Hi;user:One.;"
+    assert rendered(model(tmp_path / "b", leading), [*both, both[0]]) == want
