@@ -7,6 +7,8 @@ from JSON, and names with a leading underscore are refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +28,9 @@ from router.text.messages import (
     END_OF_CONTENT,
     TemplateNeeds,
     as_templates_expect,
+    in_plainer_form,
     up_to_content,
+    with_all_fields,
 )
 from router.text.template_marks import TemplateMarks
 
@@ -103,7 +107,7 @@ class ChatTemplate:
             "strftime_now": chat.arrived.strftime,
         }
         try:
-            rendered = template.render(given)
+            rendered = _render_in_some_form(template, given)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the chat template refused these messages: {str(error)[:_LONGEST_REASON]}", "messages"
@@ -150,6 +154,24 @@ class _Compiled:
             for before in (["system"], ["system", "user"])
         )
         return cls(usual, marked, plain, TemplateNeeds(words, asks_for_none, joins, left_out, later))
+
+
+def _render_in_some_form(template: jinja2.Template, given: dict[str, Any]) -> str:
+    """The chat as text: as it is, or else in a plainer form. Raises the first failure."""
+    try:
+        return template.render(given)
+    except _TEMPLATE_ERRORS:
+        for plainer in _plainer_forms(given):
+            with suppress(*_TEMPLATE_ERRORS):
+                return template.render(plainer)
+        raise
+
+
+def _plainer_forms(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if given["tools"]:
+        given = {**given, "tools": with_all_fields(given["tools"])}
+        yield given
+    yield {**given, "messages": in_plainer_form(given["messages"])}
 
 
 def _has_all(template: jinja2.Template, given: dict[str, Any], roles: list[str]) -> bool:

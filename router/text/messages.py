@@ -139,3 +139,54 @@ def _with_usual_fields(message: dict[str, Any], no_content: str | None) -> dict[
         if name in present:
             return {"thinking": present[name], **present, "reasoning_content": present[name]}
     return present
+
+
+def in_plainer_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that has refused them. What was said beside calls is behind what was
+    thought: gpt-oss's refuses both, and takes either for thoughts. Each call has a message of its own, before
+    its result: Llama 3's refuses several. Arguments that are no object are {}: Qwen3-Coder's and GLM's take
+    nothing else."""
+    turns: list[list[dict[str, Any]]] = []
+    by_call: dict[Any, list[dict[str, Any]]] = {}  # the latest turn of each id
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in by_call:
+            by_call[message["tool_call_id"]].append(message)
+            continue
+        calls = message.get("tool_calls")
+        if not calls:
+            turns.append([message])
+            continue
+        said = _with_text_in_thoughts(message)
+        for call in calls:
+            turns.append([{**said, "tool_calls": [_with_object(call)]}])
+            by_call[call.get("id")] = turns[-1]
+            said = {"role": message["role"], "content": ""}
+    return [message for turn in turns for message in turn]
+
+
+def _with_text_in_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    text, thoughts = message.get("content"), message.get("thinking")
+    if not (text and thoughts):
+        return message
+    names = {name: f"{thoughts}\n\n{text}" for name in _REASONING_NAMES if name in message}
+    return {**message, "content": "", **names}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], dict):
+        return call
+    return {**call, "function": {**function, "arguments": {}}}
+
+
+def with_all_fields(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools with a description and a schema: some templates fail for one that has none."""
+    return [{**tool, "function": _with_all_fields(tool.get("function"))} for tool in tools]
+
+
+def _with_all_fields(function: Any) -> Any:
+    """Not every caller has checked it."""
+    if not isinstance(function, dict) or not isinstance(schema := function.get("parameters") or {}, dict):
+        return function
+    described = {"description": "", **{name: value for name, value in function.items() if value is not None}}
+    return {**described, "parameters": {"type": "object", "properties": {}, **schema}}

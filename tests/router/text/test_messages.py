@@ -182,6 +182,42 @@ def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it(tmp_pa
         tokenization.render_chat(ChatFields(continue_final_message=True).make_chat(chat))
 
 
+@pytest.mark.parametrize("given", [{}, {"parameters": {"type": "object"}}, {"description": None}])
+def test_a_tool_without_a_description_or_a_schema_is_taken(tmp_path: Path, given: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", **given}}]
+    template = Tokenization(model(tmp_path, DEMANDING))
+    want = 'f // {"type": "object", "properties": {}};U:Hi;'
+    assert template.render_chat(ChatFields().make_chat([USER], tools)) == want
+
+
+def test_arguments_that_are_no_object_are_none_for_templates_that_take_objects_only(tmp_path: Path) -> None:
+    template = """{%- for message in messages %}{% for call in message.tool_calls or [] %}
+    {{- call.function.name }}{% for name, value in call.function.arguments | items %}{{ name }}{% endfor %}
+    {%- endfor %}{{ message.content }}{% endfor %}"""
+    path = model(tmp_path, template)
+    assert rendered(path, [call('{"a": 1}'), call('{"a": '), USER]) == "addaaddHi"
+
+
+def test_each_call_has_a_message_of_its_own_where_a_template_refuses_several(tmp_path: Path) -> None:
+    template = """{%- for message in messages %}{{ message.role }}
+    {%- if message.tool_calls is defined and message.tool_calls | length != 1 %}{{ raise_exception('one!') }}
+    {%- endif %}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}
+    {{- message.content }};{% endfor %}"""
+    calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in "abc"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "cab"]
+    said = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    want = "userHi;assistantaI look.;toolA;assistantb;toolB;assistantc;toolC;userHi;"
+    assert rendered(model(tmp_path, template), [USER, said, *results, USER]) == want
+
+
+def test_what_was_said_beside_calls_joins_the_thoughts_where_a_template_refuses_both(tmp_path: Path) -> None:
+    said = {**call({}), "content": "I look.", "reasoning_content": "Hm."}
+    path = model(tmp_path, DEMANDING)
+    assert rendered(path, [USER, said]) == "U:Hi;A:Hm.\n\nI look.|;"
+    with pytest.raises(InvalidRequest, match="no attribute 'thinking'"):
+        rendered(path, [USER, {"role": "assistant", "content": "x"}])  # refused for something else
+
+
 @pytest.mark.parametrize(("first", "second"), [("system", "developer"), ("developer", "system")])
 def test_instructions_that_a_template_would_leave_out_are_part_of_the_first_ones(
     tmp_path: Path, first: str, second: str
