@@ -214,6 +214,9 @@ class RadixCache(BasePrefixCache):
         """Insert as much as every group can give, free the duplicates, and lock the result."""
         key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant_key, req.marks)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
+        if length >= max(req.cache_protected_len, 1):
+            for holdings in self._holdings:  # first: what is evicted may be on the key's way
+                holdings.make_room(ends)
         grows = self._promotion is None or self._promotion.may_grow(key[:length], req.last_node)
         gives = may_be_given(self.tree, key, req.last_node)
         if not grows or not gives or self._would_tell(key[:length]):

@@ -19,6 +19,10 @@ class GroupHoldings(ABC):
     def insertable(self, req: CachedRequest, length: int) -> int:
         """The longest length, at most `length` tokens, up to which the request can be cached; 0 if none."""
 
+    def make_room(self, ends: bool) -> None:
+        """Evict now what the next `offer` would evict: that one then changes nothing in the tree."""
+        del ends
+
     @abstractmethod
     def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages | None:
         """What the request gives the tree up to `length` tokens; None if that is impossible now.

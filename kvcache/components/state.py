@@ -213,6 +213,11 @@ class StateHoldings(GroupHoldings):
         """Up to the last state that the request has saved."""
         return self._saved(req, length)[0]
 
+    def make_room(self, ends: bool) -> None:
+        """For the slot that a request which continues allocates."""
+        if not ends:
+            self._slots.make_room(1)
+
     def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages | None:
         """That state. A request that continues allocates another slot first; without one it offers
         nothing."""

@@ -337,6 +337,31 @@ def test_public_pages_on_the_host_alone_get_no_device_pages_of_a_marked_prompt(
     built.check_memory({"full": []}, [])
 
 
+@pytest.mark.parametrize("kinds", [("state",), ("window", "state")], ids="+".join)
+def test_public_pages_that_leave_for_a_state_of_a_marked_prompt_get_nothing_of_it(
+    kinds: tuple[str, ...],
+) -> None:
+    """They come to the tree while the prompt is computed, and go to the host as it needs another slot."""
+    mover = HandMover()
+    built = memory(
+        PAGE, 64, specs=groups(*kinds), mover=mover, tenancy=TenancyConfig(2, secret=b"s"),
+        tiers=TierConfig(ratio=2.0), state_slots=3,
+    )  # fmt: skip
+    requests = Driver(built)
+    req = requests.admit([*SYSTEM, 1], tenant="a", marks=private_from(1))
+    offers = {group: built.allocators[group].alloc_pages(3 if group == "window" else 1) for group in kinds}
+    put(built, SYSTEM, offers=offers)
+    _settle(built, mover)
+    for _ in requests.prefill(req):
+        requests.check()
+    assert not any(node.is_resident for node in built.cache.tree.nodes() if not node.tenant)
+    match = built.cache.match_prefix(key([*SYSTEM, 1], tenant="b"))
+    assert (len(match.device_indices), match.host_hit_length) == (0, len(SYSTEM)), "as before"
+    requests.finish(req)
+    _settle(built, mover)
+    requests.check()
+
+
 def test_pages_from_storage_are_marked_as_their_request_says() -> None:
     mover = HandMover()
     built = memory(
