@@ -11,6 +11,7 @@ nodes that then end where its node ends.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ class TierMoves:
         self._primary = tree.components[0].name
         self._backups: set[Backup] = set()
         self._in_flight = 0  # pages of the primary group
-        self._postponed: dict[TreeNode, bool] = {}  # ends of paths to consider again; whether they are found
+        # Ends of paths to consider again, the oldest first; whether they are found.
+        self._postponed: OrderedDict[TreeNode, bool] = OrderedDict()
         self._most_in_flight = groups[self._primary].allocator.num_pages // _IN_FLIGHT_SHARE
 
     def consider(self, path: Sequence[TreeNode], is_found: bool = False) -> None:
@@ -138,9 +140,16 @@ class TierMoves:
         for name, part in self._parts.items():
             part.unpin(nonzero(backup.device[name]))
         self._tree.unlock(backup.node)
-        postponed, self._postponed = self._postponed, {}
-        for node, is_found in postponed.items():
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Consider again what was postponed, the oldest first, as long as not too much is in flight."""
+        while self._postponed:
+            node, is_found = self._postponed.popitem(last=False)
             self.consider(node.path(), is_found)
+            if node in self._postponed:
+                self._postponed.move_to_end(node, last=False)
+                return
 
     @property
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from common.secrets import ClusterSecret
 from kvcache.memory import Memory
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
+from kvcache.tiers.moves import TierMoves
 from kvcache.tiers.storage_tier import StorageTier
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.driver import Driver
@@ -82,13 +83,15 @@ class Cases:
 
 
 @contextmanager
-def cases(storage: bool = True, kinds: tuple[str, ...] = (), **options: Any) -> Iterator[Cases]:
+def cases(
+    storage: bool = True, kinds: tuple[str, ...] = (), pages: int = 16, **options: Any
+) -> Iterator[Cases]:
     """At the end every page is accounted for, and nothing is left on its way."""
     mover = HandMover()
     usual = {"ratio": 2.0, "load_back_threshold": 1, "prefetch_threshold": 1, "model_digest": bytes(32)}
     tiers = TierConfig(**{**usual, "storage": STORAGE if storage else None, **options})  # type: ignore[arg-type]
     specs = groups(*kinds)
-    with memory(4, 16, specs=specs, mover=mover, tiers=tiers, max_context_len=64) as built:
+    with memory(4, pages, specs=specs, mover=mover, tiers=tiers, max_context_len=64) as built:
         made = Cases(built, mover)
         yield made
         made.rest()
@@ -139,6 +142,29 @@ def test_a_backup_that_was_postponed_is_made_up_for() -> None:
         made.rest()
         made.evict()
         assert made.on_host(TOKENS) == 32
+
+
+def test_postponed_backups_are_looked_at_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them after each backup: with many that would take longer than the backups."""
+    looked = 0
+    consider = TierMoves.consider
+
+    def counted(*args: Any) -> None:
+        nonlocal looked
+        looked += 1
+        consider(*args)
+
+    with cases(storage=False, pages=256) as made:
+        for at in range(60):
+            put(made.memory, range(100 * at, 100 * at + 16))
+        assert len(made.lanes()) == 16, "a fourth of the device is in flight"
+        monkeypatch.setattr(TierMoves, "consider", counted)
+        for _ in range(60):
+            made.mover.do("backups")
+            made.tiers.poll()
+        assert made.tiers.is_idle
+        assert made.tiers.moves.counts.to_host_pages == 240
+        assert looked <= 2 * 60
 
 
 def test_what_was_read_for_one_request_outlives_what_is_read_for_the_next() -> None:
