@@ -156,8 +156,8 @@ class PeerSender(ABC):
         self._regions = regions
         self.arenas = arenas
         self._bounds = bounds
-        self._peers: dict[str, Peer] = {}
-        self._down: set[str] = set()  # addresses
+        self._peers: dict[tuple[str, str], Peer] = {}  # by the identity of the endpoint
+        self._down: set[tuple[str, str]] = set()  # identities
         self._lock = threading.Lock()
         self._closed = False
 
@@ -197,20 +197,20 @@ class PeerSender(ABC):
 
     def suspend(self, endpoint: TransferEndpoint) -> None:
         with self._lock:
-            self._down.add(endpoint.address)
-            peer = self._peers.get(endpoint.address)
+            self._down.add(endpoint.identity)
+            peer = self._peers.get(endpoint.identity)
             if peer is not None:
                 for line in peer.lines:
                     line.cut(self._cut_how)
 
     def resume(self, endpoint: TransferEndpoint) -> None:
         with self._lock:
-            self._down.discard(endpoint.address)
+            self._down.discard(endpoint.identity)
 
     def drain(self, endpoint: TransferEndpoint) -> None:
         with self._lock:
-            self._down.discard(endpoint.address)
-            peer = self._peers.pop(endpoint.address, None)
+            self._down.discard(endpoint.identity)
+            peer = self._peers.pop(endpoint.identity, None)
             if peer is not None:
                 self._retire(peer)
 
@@ -224,9 +224,9 @@ class PeerSender(ABC):
     def _enter(self, endpoint: TransferEndpoint) -> Peer:
         with self._lock:
             self._check_open(endpoint)
-            peer = self._peers.get(endpoint.address)
+            peer = self._peers.get(endpoint.identity)
             if peer is None:
-                peer = self._peers[endpoint.address] = Peer(endpoint)
+                peer = self._peers[endpoint.identity] = Peer(endpoint)
             peer.users += 1
             return peer
 
@@ -234,8 +234,8 @@ class PeerSender(ABC):
         with self._lock:
             peer.users -= 1
             peer.lines = [line for line in peer.lines if not line.closed]
-            if peer.users == 0 and not peer.idle and self._peers.get(peer.endpoint.address) is peer:
-                del self._peers[peer.endpoint.address]  # its last channel broke
+            if peer.users == 0 and not peer.idle and self._peers.get(peer.endpoint.identity) is peer:
+                del self._peers[peer.endpoint.identity]  # its last channel broke
                 peer.leaving = True
             if peer.leaving and peer.users == 0:
                 self._retire(peer)
@@ -290,7 +290,7 @@ class PeerSender(ABC):
         """Raises TransferError when no write to this peer may begin. The caller holds the lock."""
         if self._closed:
             raise TransferError("this sender is closed")
-        if endpoint.address in self._down:
+        if endpoint.identity in self._down:
             raise TransferError("the decode worker is down")
 
     def _carry_out(self, granted: GrantedWrite) -> None:

@@ -25,17 +25,17 @@ class MappedPeers:
     """Who sends to which endpoint, and since when nobody does. Engine loop only; time is passed in."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, _Mapped] = {}  # by the endpoint's address
+        self._peers: dict[tuple[str, str], _Mapped] = {}  # by the endpoint's identity
 
     def opened(self, endpoint: TransferEndpoint, mailbox: str, now: float) -> None:
         """A sender's pages go there, to the worker at this mailbox address, until it is `closed`."""
-        peer = self._peers.setdefault(endpoint.address, _Mapped(endpoint, mailbox))
+        peer = self._peers.setdefault(endpoint.identity, _Mapped(endpoint, mailbox))
         peer.senders += 1
         peer.used_at = now
 
     def closed(self, endpoint: TransferEndpoint, now: float) -> None:
         """One of the endpoint's senders sends nothing more."""
-        peer = self._peers[endpoint.address]
+        peer = self._peers[endpoint.identity]
         peer.senders -= 1
         peer.used_at = now
 
@@ -51,5 +51,5 @@ class MappedPeers:
             if not peer.senders and now - peer.used_at >= IDLE_S
         ]
         for endpoint in idle:
-            del self._peers[endpoint.address]
+            del self._peers[endpoint.identity]
         return idle

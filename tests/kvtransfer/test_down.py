@@ -17,8 +17,9 @@ import pytest
 
 from common.errors import TransferError
 from common.host import host_identity
+from common.ports import Ports
 from kvtransfer.pages import PageWrite
-from kvtransfer.select import PoolSender, open_sender
+from kvtransfer.select import PoolSender, open_receiver, open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
@@ -135,6 +136,26 @@ def test_writes_to_a_receiver_that_is_down_end_at_once_and_its_grants_when_it_go
         writes.begin(there.endpoint, 4)
         assert writes.ended.get(timeout=PATIENCE_S) == ""
         sender.close()
+
+
+def test_the_next_receiver_at_the_address_of_one_that_is_down_is_up() -> None:
+    write = PageWrite(1, 0, "full", ALL, ALL)
+    sender = open_sender({"full": pool(PAGES, 64, 1)}, host_identity(), "tcp")
+    regions = {"full": pool(PAGES, 64)}
+    before = open_receiver(regions, "tcp")
+    (there,) = before.endpoints
+    before.open(1, 0, {"full": ALL})
+    sender.write(there, write)
+    sender.suspend(there)
+    before.close()
+    after = open_receiver(regions, "tcp", ports=Ports(there.address.rpartition(":")[2]))
+    assert after.endpoints[0].address == there.address
+    after.open(1, 0, {"full": ALL})
+    assert sender.write(after.endpoints[0], write) == len(ALL) * 64
+    with pytest.raises(TransferError, match="down"):
+        sender.write(there, write)
+    sender.close()
+    after.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

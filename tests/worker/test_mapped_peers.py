@@ -38,6 +38,16 @@ def test_only_an_endpoint_without_a_sender_is_idle() -> None:
     assert peers.of("a") == []
 
 
+def test_a_worker_at_the_address_of_another_is_not_that_one() -> None:
+    first, second = (TransferEndpoint("tcp", "host:1", {"token": token}) for token in "ab")
+    peers = MappedPeers()
+    peers.opened(first, "before", 0.0)
+    peers.closed(first, 0.0)
+    peers.opened(second, "after", 1.0)
+    assert (peers.of("before"), peers.of("after")) == ([first], [second])
+    assert peers.take_idle(10 * IDLE_S) == [first]
+
+
 @pytest.fixture
 def both() -> Iterator[Pair]:
     """Room 1 has its target, and prefill computes it only after IDLE_S."""

@@ -26,6 +26,12 @@ class TransferEndpoint(msgspec.Struct, frozen=True):
     address: str
     params: dict[str, str] = {}
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Names the receiver. A worker that comes again may get the address of the one before it, but another
+        token."""
+        return self.address, self.params.get("token", "")
+
 
 class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     """Decode -> prefill: write the room's pages here. Repeated, at growing intervals, until the KV has come.
