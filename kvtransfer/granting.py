@@ -7,14 +7,14 @@ import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.copies import Unsettled
-from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent
+from kvtransfer.frames import Begin, End, Frame, PoolInfo, Pools, Refused, Silent
 from kvtransfer.listener import Listener
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
@@ -99,15 +99,19 @@ class GrantingReceiver(ABC, Generic[Session]):
     def _serve(self, stream: Stream) -> None:
         with self._admit(stream) as session:
             self._send_pools(stream, session)
-            while not self._listener.closing.is_set():
-                self._serve_one(stream, session)
+            while (frame := self._next_frame(stream)) is not None:
+                self._serve_one(stream, session, frame)
 
-    def _serve_one(self, stream: Stream, session: Session) -> None:
-        """Handle one whole write, or return after a time of silence."""
-        try:
-            frame = stream.receive()
-        except Silent:
-            return
+    def _next_frame(self, stream: Stream) -> Frame | None:
+        """Wait for the next write, however long the peer is silent. None: the receiver is closing."""
+        with self._listener.idle(stream):
+            while not self._listener.closing.is_set():
+                with suppress(Silent):
+                    return stream.receive()
+        return None
+
+    def _serve_one(self, stream: Stream, session: Session, frame: Frame) -> None:
+        """Handle one whole write."""
         if isinstance(frame, End):
             return  # its sender had given up on the write before it was refused
         if not isinstance(frame, Begin):

@@ -2,7 +2,8 @@
 of its own, and ends them all on close.
 
 A peer has a thread because its work is a blocking copy into the pool that releases the GIL. There are as many
-peers as sender threads in the cluster that write to this worker, and at most `_MAX_PEERS`.
+peers as sender threads in the cluster that have written to this worker lately, and at most `_MAX_PEERS`. When
+one more comes, the one that has been idle longest is dropped: its sender connects again for its next write.
 
 Whoever has not proven the token is a stranger and does not count among the peers. There are at most
 `_MAX_STRANGERS`, each for at most `greeting_s`; when one more comes, or descriptors run out, the oldest is
@@ -16,7 +17,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from common.errors import TransferError
 from kvtransfer.frames import Gone, bound
@@ -53,6 +55,8 @@ class Listener:
         self._serve = serve
         self._name = f"kv-{endpoint.backend}"
         self._peers: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, None] = {}  # peers between two writes, the longest idle first
+        self._leaving: set[socket.socket] = set()  # peers that were dropped for others, with threads still
         self._lock = threading.Lock()  # guards the peers
         self._strangers: dict[socket.socket, Greeting] = {}  # oldest first; the listening thread's own
         self._selector = selectors.DefaultSelector()
@@ -67,6 +71,21 @@ class Listener:
     def start(self) -> None:
         """Begin to accept. Not in the constructor, because `serve` may use the object that owns this one."""
         self._thread.start()
+
+    @contextmanager
+    def idle(self, stream: Stream) -> Iterator[None]:
+        """Around a peer's wait for its next write, on its thread: meanwhile it can be dropped for another
+        one. Raises Gone then, whatever has come."""
+        with self._lock:
+            self._idle[stream.sock] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle.pop(stream.sock, None)
+                is_dropped = stream.sock in self._leaving
+        if is_dropped:
+            raise Gone("the peer was dropped for another one")
 
     def close(self) -> None:
         """Stop accepting, break every connection, wait for the threads."""
@@ -161,7 +180,12 @@ class Listener:
         sock = stream.sock
         bound(sock, self._bounds.silence_s)
         with self._lock:
-            if len(self._peers) >= _MAX_PEERS or self.closing.is_set():
+            if self._is_full() and self._idle:
+                longest = next(iter(self._idle))
+                del self._idle[longest]
+                self._leaving.add(longest)
+                hang_up(longest)
+            if self._is_full() or self.closing.is_set():
                 log.warning("%s: refused a peer; there are %d", self._name, len(self._peers))
                 sock.close()
                 return
@@ -176,6 +200,10 @@ class Listener:
                 del self._peers[sock]
                 sock.close()
 
+    def _is_full(self) -> bool:
+        """The caller holds the lock."""
+        return len(self._peers) - len(self._leaving) >= _MAX_PEERS
+
     def _run(self, stream: Stream) -> None:
         try:
             self._serve(stream)
@@ -187,6 +215,7 @@ class Listener:
         finally:
             with self._lock:  # not closed while close() may be hanging up on it
                 del self._peers[stream.sock]
+                self._leaving.discard(stream.sock)
                 stream.sock.close()
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from common.errors import TransferError
 from common.host import host_identity
+from kvtransfer import listener
+from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import Challenge, Hello, bound, encode_frame, proof_of, receive_frame
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
@@ -218,3 +220,28 @@ def test_a_wrong_token_is_refused_and_not_tried_for_ever() -> None:
         ):
             sender.write(wrong, PageWrite(1, 0, "full", np.arange(1, 3), np.arange(1, 3)))
         write_once(receiver, 1)
+
+
+# -- more peers than there is room for ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_peer_that_has_been_idle_longest_gives_way_to_another(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_MAX_PEERS", 2)
+    pages, other, source = np.arange(1, 3), np.array([3]), {"full": pool(4, 64, 1)}
+    with receiving(backend, 4, 64, QUICK) as (receiver, _), ExitStack() as senders:
+        endpoint = receiver.endpoints[0]
+        receiver.open(99, 0, {"full": other})
+        busy = senders.enter_context(closing(Channel(Line(knock(endpoint)), endpoint, QUICK)))
+        busy.begin(PageWrite(99, 0, "full", other, other), 64)
+        opened = [
+            senders.enter_context(closing(open_sender(source, host_identity(), backend, bounds=QUICK)))
+            for _ in range(3)
+        ]
+        for room, sender in enumerate(opened * 2):
+            receiver.open(room, 0, {"full": pages})
+            assert sender.write(endpoint, PageWrite(room, 0, "full", pages, pages)) == 128
+            assert receiver.close_room(room, 0).passed
+        assert len(receiver.grants(99, 0)) == 1, "who writes is not dropped"
