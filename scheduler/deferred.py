@@ -60,6 +60,12 @@ class DeferredFrees:
             else:
                 self._memory.free(one.pages)
 
+    def free_all(self) -> None:
+        """No forward runs, and what is sent is not used."""
+        held, self._held = self._held, []
+        for one in held:
+            self._memory.free(one.pages)
+
     def pages(self) -> list[GroupPages]:
         """All pages that wait."""
         return [one.pages for one in self._held]

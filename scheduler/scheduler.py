@@ -113,6 +113,10 @@ class Scheduler:
         self._ended_early.clear()
         return answered
 
+    def close(self) -> None:
+        """There is no other step, but the memory may go on: free what waited for a forward or a transfer."""
+        self._pages.deferred.free_all()
+
     # -- the loop ------------------------------------------------------------------------------------
 
     def step(self) -> bool:

@@ -98,6 +98,7 @@ def open_parts(
             build_scheduler=schedule,
         )
         role = kind(services)
+        owned.callback(role.scheduler.close)
         owned.callback(role.lending.close)
         owned.callback(role.close)
         return WorkerParts(engine, curve, publisher, services, role, owned.pop_all())

@@ -234,17 +234,24 @@ def test_a_retracted_room_is_not_moved_before_it_runs_again() -> None:
         two.settle()
 
 
-def test_pages_on_their_way_are_kept_when_an_equal_room_is_cached_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tree then has the other room's pages, and those that are sent are duplicates."""
-    gate, write = threading.Event(), PoolSender.write
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, nothing is written to another worker."""
+    opened, write = threading.Event(), PoolSender.write
 
     def write_late(self: PoolSender, endpoint: TransferEndpoint, pages: PageWrite) -> int:
-        assert gate.wait(TRANSFER_S)
+        assert opened.wait(TRANSFER_S)
         return write(self, endpoint, pages)
 
     monkeypatch.setattr(PoolSender, "write", write_late)
+    return opened
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_pages_on_their_way_are_kept_when_an_equal_room_is_cached_first(
+    gate: threading.Event, ends: bool
+) -> None:
+    """The tree then has the other room's pages, and those that are sent are duplicates."""
     with two_decoders(hicache_ratio=1.0, hicache_decode_offload_tokens=8, chunked_prefill_size=64) as two:
         for room in (1, 2):
             two.ask(room, prompt_of(1, 270), 300)  # they do not end while pages are sent
@@ -262,6 +269,15 @@ def test_pages_on_their_way_are_kept_when_an_equal_room_is_cached_first(
         while req.cache_protected_len < before + 24:
             worker.turn([])
             assert not sent & {*memory.allocator.free_pages, *memory.allocator.release_pages}
+        if ends:  # as when a worker that is to change its role hands its rooms back
+            for room in worker.rooms():
+                worker.parts.role.fail(room, RejectKind.DRAINING, "the worker is leaving")
+            while not worker.parts.role.scheduler.idle:
+                worker.turn([])
+            gate.set()
+            worker.close()
+            memory.check_memory()
+            return
         gate.set()
         two.until_moved(2)
         two.finish()
