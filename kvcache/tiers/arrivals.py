@@ -55,7 +55,6 @@ class StorageArrivals:
             path = self._enter_part(public_key(key[: border * self._tree.page_size]), public, border)
         if border < end:
             path = self._enter_part(key, ids, end)
-        prefetch.let_go(self._host)
         if prefetch.users:
             prefetch.keep(path)
 
@@ -77,16 +76,26 @@ class StorageArrivals:
             if not key.tenant and self._promotion is not None:
                 shared(path[-1]).founders = UNKNOWN
                 self._promotion.arrived(path[-1])
-        start = 0
+        begin, stop = self._first(ids, end), 0
         for node in path:
-            stop = start + node.num_pages
+            start, stop = stop, stop + node.num_pages
+            if stop <= begin:
+                continue
             part = portions(self._parts, ids, start, stop, end)
             if node.tenant == key.tenant:
                 self._fill(node, part)
             else:  # of a tenant's pages what has become public meanwhile: they were read under its own names
                 self._pool.free(part)
-            start = stop
         return path
+
+    def _first(self, ids: Mapping[str, Pages], end: int) -> int:
+        """The first page of which something has come. A long prompt comes in many parts."""
+        firsts = [
+            int(np.flatnonzero(of)[0]) if self._parts[group].is_by_page else end - 1
+            for group, of in ids.items()
+            if of.any()
+        ]
+        return min(firsts, default=end)
 
     def _fill(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
         """Give the node's host copy what it lacks of `ids`; the rest is free again."""

@@ -57,6 +57,7 @@ class Prefetch:
     ids: dict[str, Pages] = field(default_factory=dict)
     read: int = 0  # pages of the primary group that have arrived, from the way's start on
     kept: list[tuple[TreeNode, int]] = field(default_factory=list)  # nodes whose copies are locked; pages
+    kept_pages: int = 0  # of the path that has them
     seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
     is_stopped: bool = False  # the mover's thread begins nothing for it
     is_over: bool = False
@@ -82,16 +83,20 @@ class Prefetch:
             self.is_stopped = True
 
     def keep(self, path: Sequence[TreeNode]) -> None:
-        """Lock the copies of a path until its users have them. Else what is read for those at the end of a
-        long queue would take the place of what was read for those before them."""
+        """Lock the copies of a path, which begins with those that are locked already, until its users have
+        them. Else what is read for those at the end of a long queue would take the place of what was read for
+        those before them."""
+        end = 0
         for node in path:
-            if node.host is not None and not node.host.is_empty:
+            start, end = end, end + node.num_pages
+            if start >= self.kept_pages and node.host is not None and not node.host.is_empty:
                 node.host.locks += 1
                 self.kept.append((node, node.num_pages))
+        self.kept_pages = max(self.kept_pages, end)
 
     def let_go(self, host: HostTier) -> None:
         """Unlock them."""
         for node, pages in self.kept:
             for piece, _, _ in pieces(node, pages):
                 host.unlock(piece)
-        self.kept = []
+        self.kept, self.kept_pages = [], 0

@@ -16,8 +16,8 @@ from kvcache.tiers.read_lane import ReadLane
 
 _ASK_NAMES = 256
 """Asked for at once: what a prefetch that is stopped still waits for."""
-_READ_PAGES = 32
-"""Read at once, likewise."""
+_READ_PAGES, _READ_TOKENS = 32, 512
+"""Read at once, likewise: so many tokens in smaller pages. Each time the tree grows by a node."""
 _OVER = RankReport({}, 0, is_over=True)
 
 
@@ -32,6 +32,7 @@ class PrefetchSteps:
         arrivals: StorageArrivals,
         counts: StorageCounts,
         clock: Callable[[], float],
+        page_size: int,
         is_much: Callable[[int], bool],
         ended: Callable[[Prefetch], None],
     ) -> None:
@@ -45,6 +46,7 @@ class PrefetchSteps:
         self._arrivals = arrivals
         self._counts = counts
         self._clock = clock
+        self._read_pages = max(_READ_PAGES, _READ_TOKENS // page_size)
         self._is_much = is_much
         self._ended = ended
 
@@ -100,7 +102,7 @@ class PrefetchSteps:
         """Read the next pages; with the last ones those of the other groups."""
         start, _, last = prefetch.way
         begin = start + prefetch.read
-        end = min(begin + _READ_PAGES, last)
+        end = min(begin + self._read_pages, last)
         names, pages = self._part(prefetch, self._primary, begin, end)
         if end == last:
             for group, part in self._parts.items():

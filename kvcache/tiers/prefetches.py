@@ -67,6 +67,7 @@ class Prefetches:
             StorageArrivals(tree, host, promotion),
             counts,
             clock,
+            tree.page_size,
             self._is_much,
             self._end,
         )

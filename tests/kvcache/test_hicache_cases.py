@@ -15,6 +15,8 @@ import pytest
 from common.secrets import ClusterSecret
 from kvcache.memory import Memory
 from kvcache.storage.config import StorageConfig
+from kvcache.tiers import prefetch_steps
+from kvcache.tiers.arrivals import StorageArrivals
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.moves import TierMoves
 from kvcache.tiers.storage_tier import StorageTier
@@ -184,6 +186,32 @@ def test_what_was_read_for_one_request_outlives_what_is_read_for_the_next() -> N
         made.rest()
         made.tiers.forget("two")
         assert (made.on_host(TOKENS), made.on_host(OTHERS)) == (0, 32)
+
+
+def test_a_prompt_that_comes_in_many_parts_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of it again with each part: of a long one that would take seconds."""
+    filled = 0
+    fill = StorageArrivals._fill
+
+    def counted(*args: Any) -> None:
+        nonlocal filled
+        filled += 1
+        fill(*args)
+
+    monkeypatch.setattr(prefetch_steps, "_READ_PAGES", 2)
+    monkeypatch.setattr(prefetch_steps, "_READ_TOKENS", 8)
+    monkeypatch.setattr(StorageArrivals, "_fill", counted)
+    with cases(pages=64) as made:
+        put(made.memory, range(160))
+        made.rest()
+        made.clear_host()
+        assert made.storage.prefetches.prefetch("one", key(range(160)))
+        made.rest()
+        assert made.on_host(range(160)) == 160
+        assert filled == 20, "a part is a node"
+        locks = [node.host and node.host.locks for node in made.memory.cache.tree.nodes()]
+        assert locks == [1] * 20, "until the request has its turn"
+        made.tiers.forget("one")
 
 
 # -- the rules of the host tier -------------------------------------------------------------------------
