@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask
 
 from engine.errors import NothingAllowed
 from wire.grammars import LIMITS, matcher_grammar
@@ -52,7 +51,8 @@ class GrammarCompiler:
         """The beginning of an output of the parameters' grammar, if they have one. Does not wait."""
         if params.grammar is None:
             return None
-        return GrammarState(self._compiling(params.grammar), params, self._eos_token_ids)
+        compiled = self._compiling(params.grammar)
+        return GrammarState(compiled, params, self._eos_token_ids, self._vocab_size)
 
     def close(self) -> None:
         """End the thread. What was compiled stays usable."""
@@ -77,12 +77,16 @@ class GrammarCompiler:
         if not self._eos_token_ids:
             raise NothingAllowed("a grammar needs a model that names its end-of-sequence tokens")
         try:
-            self._tokenizer = LLTokenizer(
-                self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-            )
+            self._tokenizer = self._tokenizer_of(self._read_tokenizer())
         except (OSError, ValueError) as error:
             raise NothingAllowed(f"this model's tokenizer cannot be used with grammars: {error}") from error
         return self._tokenizer
+
+    def _tokenizer_of(self, text: str) -> LLTokenizer:
+        try:
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        except ValueError:  # perhaps it has more tokens than the model: Gemma 3's has one for images
+            return LLTokenizer(text, eos_token=self._eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -107,12 +111,18 @@ class GrammarState:
     for. Used while a forward is issued.
     """
 
-    __slots__ = ("_always", "_before", "_compiled", "_eos", "_length", "_matcher", "_until")
+    __slots__ = ("_always", "_before", "_compiled", "_eos", "_last_word", "_length", "_matcher", "_until")
 
     def __init__(
-        self, compiled: Future[LLMatcher], params: SamplingParams, eos_token_ids: Sequence[int]
+        self,
+        compiled: Future[LLMatcher],
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
     ) -> None:
+        """`vocab_size` is that of the model's logits; the matcher's tokenizer may have more tokens."""
         self._compiled = compiled
+        self._last_word = np.uint32(0xFFFFFFFF >> -vocab_size % _WORD_BITS)  # its bits that stand for tokens
         self._eos = tuple(eos_token_ids)
         self._until = params.min_tokens
         self._always = self._eos if params.ignore_eos else ()  # these are banned
@@ -162,9 +172,11 @@ class GrammarState:
         """
         matcher, position = self._matcher, self._length
         assert matcher is not None, "follow comes first"
-        fill_next_token_bitmask(matcher, row[None])
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)  # of all tokens of the tokenizer
         if matcher.is_error():
             raise NothingAllowed(f"the grammar has failed: {_first_line(matcher.get_error())}")
+        row[:] = mask[: len(row)]
+        row.view(np.uint32)[-1] &= self._last_word
         ends = [token for token in self._eos if _has(row, token)]
         for token in self._before if position < self._until else self._always:
             _clear(row, token)

@@ -126,6 +126,23 @@ def test_a_state_that_goes_back_allows_what_a_new_one_does(
         assert allowed(state, other) == allowed(begun(compiler, grammar), other)
 
 
+@pytest.mark.parametrize("vocab_size", [288, 310])
+def test_tokens_of_the_tokenizer_alone_are_never_allowed(
+    tmp_path: Path, texts: list[str], vocab_size: int
+) -> None:
+    """As Gemma 3's for images: the tokenizer needs a longer mask than the model, or as long a one."""
+    write_tokenizer(tmp_path)
+    compiler = GrammarCompiler((tmp_path / "tokenizer.json").read_text, vocab_size, [EOS])
+    state = begun(compiler, LETTERS)
+    row = np.zeros(mask_words(vocab_size), dtype=np.int32)
+    state.follow([], 0, None)
+    state.fill(row)
+    found = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    letters = [token for token, text in enumerate(texts) if text.isalpha() and text.islower()]
+    assert found == [token for token in letters if token < vocab_size] != letters
+    compiler.close()
+
+
 def test_every_walk_through_the_schema_ends_and_is_valid(compiler: GrammarCompiler, texts: list[str]) -> None:
     rng = random.Random(5)
     for _ in range(30):

@@ -10,14 +10,14 @@ from llguidance import LLMatcher
 from engine.grammar import GrammarState
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
-from tests.scheduler.rig import Rig
+from tests.scheduler.rig import VOCAB, Rig
 from wire.request import SamplingParams
 
 
 def with_grammar(req: Req) -> Future[LLMatcher]:
     """The request gets a grammar, which is compiled when the future is done. The fake engine ignores it."""
     compiled: Future[LLMatcher] = Future()
-    req.sampling.grammar = GrammarState(compiled, SamplingParams(), ())
+    req.sampling.grammar = GrammarState(compiled, SamplingParams(), (), VOCAB)
     return compiled
 
 
