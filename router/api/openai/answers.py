@@ -105,11 +105,14 @@ class Style:
         """The client has this text, of these tokens, already."""
 
 
-def _known(scores: list[TokenLogprobs] | None) -> list[TokenLogprobs]:
-    """Raises RequestFailed if the worker that computed them was lost before they came."""
+def _known(scores: list[TokenLogprobs] | None, best: int | None) -> list[TokenLogprobs]:
+    """With so many of the best tokens: one request may ask for more beside its echo, or in it.
+
+    Raises RequestFailed if the worker that computed them was lost before they came.
+    """
     if scores is None:
         raise RequestFailed("the prompt's log-probabilities were lost with a worker: ask again")
-    return scores
+    return [TokenLogprobs(one.logprob, one.top[:best]) for one in scores]
 
 
 class ChatStyle(Style):
@@ -140,8 +143,8 @@ class ChatStyle(Style):
     def beside_choices(self, submission: Submission, scores: list[TokenLogprobs] | None) -> dict[str, Any]:
         prompt = submission.prompts[0]
         told: dict[str, Any] = {"prompt_token_ids": prompt} if self.shown.token_ids else {}
-        if self.shown.prompt_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, _known(scores))
+        if (best := self.shown.prompt_logprobs) is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, _known(scores, best))
         return told
 
     def logprobs(
@@ -192,8 +195,8 @@ class CompletionStyle(Style):
             **self.token_ids(tokens),
             **self.prompt_ids(index, submission),
         }
-        if self.shown.prompt_logprobs:
-            scores = _known(collected.prompt_logprobs)
+        if (best := self.shown.prompt_logprobs) is not None:
+            scores = _known(collected.prompt_logprobs, best)
             told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, scores)
         return told
 
@@ -202,7 +205,8 @@ class CompletionStyle(Style):
     ) -> dict[str, Any]:
         entries: list[TokenLogprobs | None] = [*collected.logprobs[: len(tokens)]]
         if self._echoed is not None:
-            tokens, entries = prompt + tokens, [None, *_known(collected.prompt_logprobs), *entries]
+            scores = _known(collected.prompt_logprobs, submission.sampling.top_logprobs)
+            tokens, entries = prompt + tokens, [None, *scores, *entries]
             prompt = []
         return completion_logprobs(self._names, tokens, entries, self._new_offsets(submission, prompt))
 

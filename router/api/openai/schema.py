@@ -63,7 +63,7 @@ class OpenAIBody(RequestBody, SamplingBody):
         usage = options.include_usage is True
         running = usage and options.continuous_usage_stats is True
         return Shown(
-            logprobs, usage, running, self.return_token_ids, self.prompt_logprobs is not None,
+            logprobs, usage, running, self.return_token_ids, self.prompt_logprobs,
             self.return_tokens_as_token_ids,
         )  # fmt: skip
 

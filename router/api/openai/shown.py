@@ -13,7 +13,7 @@ class Shown:
     usage: bool = False  # a stream ends with it
     running_usage: bool = False  # each event of a stream has it
     token_ids: bool = False  # of prompt and output
-    prompt_logprobs: bool = False  # a list of its own, in vLLM's form
+    prompt_logprobs: int | None = None  # a list of its own, in vLLM's form, with so many of the best tokens
     ids_as_names: bool = False  # log-probabilities name a token "token_id:5"
 
     @property

@@ -192,6 +192,19 @@ def test_an_echo_has_log_probabilities_of_all_tokens(
             assert choice["text"] == text
 
 
+@pytest.mark.parametrize(("in_echo", "beside"), [(1, 3), (3, 1), (0, 2), (2, 0)])
+def test_an_echo_and_the_prompts_own_list_have_each_as_many_others_as_asked_for(
+    router: RouterProcess, in_echo: int, beside: int
+) -> None:
+    asked = {"prompt": "Hello there", "max_tokens": 2, "echo": True, "logprobs": in_echo}
+    (alone,) = post(router, COMPLETIONS, **asked)["choices"]
+    (choice,) = post(router, COMPLETIONS, **asked, prompt_logprobs=beside)["choices"]
+    assert choice["logprobs"] == alone["logprobs"]
+    del asked["logprobs"]
+    (alone,) = post(router, COMPLETIONS, **asked, prompt_logprobs=beside)["choices"]
+    assert choice["prompt_logprobs"] == alone["prompt_logprobs"]
+
+
 def test_log_probabilities_of_a_chats_prompt(router: RouterProcess, tokenization: Tokenization) -> None:
     prompt = tokenization.encode_chat(Chat(CHAT))
     told = post(router, CHATS, messages=CHAT, max_tokens=2, prompt_logprobs=0)["prompt_logprobs"]
