@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.errors import InvalidRequest, RequestFailed
+from common.errors import InvalidRequest
 from router.api.answering import (
-    DONE,
     encode_prompts,
     generating,
     is_batch,
@@ -19,10 +17,8 @@ from router.api.answering import (
 )
 from router.api.asgi import HttpRequest
 from router.api.chat_fields import ChatFields, Messages
-from router.api.collection import CollectedChoice, Collection
-from router.api.event_ids import EventIds
-from router.api.event_json import encode_event
-from router.api.event_queue import EventQueue
+from router.api.collection import Collection
+from router.api.native_answers import NativeEvents, OutputLogprobs, answer_of
 from router.api.request_body import (
     Label,
     OutputLength,
@@ -36,8 +32,8 @@ from router.api.request_body import (
 )
 from router.api.tool_fields import Tools
 from router.service import Router
-from router.streams.generation import ChoiceCounts, Generation, Submission
-from wire.request import FinishReason, OutputDelta, TokenLogprobs
+from router.streams.generation import Submission
+from wire.request import OutputDelta
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
@@ -121,82 +117,12 @@ async def _whole(
         while await generation.more():
             pass
         if not generation.abandoned:
-            pairs = zip(generation.choices, collection.choices, strict=True)
-            answers = [_answer(submission, counts, collected, scored_from) for counts, collected in pairs]
+            answers = []
+            for counts, collected in zip(generation.choices, collection.choices, strict=True):
+                logprobs = OutputLogprobs()
+                logprobs.add(OutputDelta(collected.tokens, collected.logprobs or None))
+                answers.append(answer_of(submission, counts, collected, logprobs, scored_from))
             await request.respond_json(answers if as_list else answers[0])
-
-
-class NativeEvents(EventQueue):
-    """Events that repeat the whole text so far, as SGLang's do. Implements StreamedAnswer.
-
-    Each says by `index` to which choice it belongs.
-    """
-
-    def __init__(self, submission: Submission, ids: EventIds) -> None:
-        super().__init__()
-        self._submission = submission
-        self._ids = ids
-        self.waiting = ids.waiting
-        self._collection = Collection(submission.choice_count)
-
-    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
-        """Add one event."""
-        self._collection.add(choice, text, delta)
-        collected = self._collection.choices[choice.index]
-        answer = {**_answer(self._submission, choice, collected), "index": choice.index}
-        event_id = self._ids.after(choice, delta.finish is not None)
-        self.put(event_id + b"data: " + encode_event(answer) + b"\n\n")
-
-    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
-        """Events that follow repeat this part, too."""
-        self._collection.add(choice, text, delta)
-
-    def end(self, _: Generation) -> bytes:
-        """The last event: [DONE]."""
-        return DONE
-
-
-def _answer(
-    submission: Submission, counts: ChoiceCounts, collected: CollectedChoice, scored_from: int = -1
-) -> dict[str, Any]:
-    prompt = submission.prompts[counts.index // submission.n]
-    meta: dict[str, Any] = {
-        "id": submission.request_id,
-        "finish_reason": _finish(collected),
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(collected.tokens),
-        "cached_tokens": counts.cached_tokens,
-        "e2e_latency": (time.time_ns() - submission.arrived_ns) / 1e9,
-    }
-    if submission.sampling.top_logprobs is not None:
-        pairs = list(zip(collected.tokens, collected.logprobs, strict=True))
-        meta["output_token_logprobs"] = [[entry.logprob, token, None] for token, entry in pairs]
-        meta["output_top_logprobs"] = [[[lp, token, None] for token, lp in entry.top] for _, entry in pairs]
-    if submission.sampling.prompt_logprobs is not None:
-        meta |= _input_logprobs(prompt, collected.prompt_logprobs, scored_from)
-    return {"text": collected.text, "output_ids": collected.tokens, "meta_info": meta}
-
-
-def _input_logprobs(prompt: list[int], scores: list[TokenLogprobs] | None, first: int) -> dict[str, Any]:
-    """Those of the prompt's tokens from place `first` on; the very first has none."""
-    if scores is None:
-        raise RequestFailed("the prompt's log-probabilities were lost with a worker: ask again")
-    entries: list[TokenLogprobs | None] = [None, *scores]
-    pairs = list(zip(prompt, entries, strict=True))[first:]
-    return {
-        "input_token_logprobs": [[entry and entry.logprob, token, None] for token, entry in pairs],
-        "input_top_logprobs": [
-            entry and [[logprob, other, None] for other, logprob in entry.top] for _, entry in pairs
-        ],
-    }
-
-
-def _finish(choice: CollectedChoice) -> dict[str, Any] | None:
-    if choice.finish is None:
-        return None
-    if choice.finish is FinishReason.LENGTH:
-        return {"type": "length", "length": len(choice.tokens)}
-    return {"type": "stop", "matched": choice.matched}
 
 
 async def health_generate(router: Router, request: HttpRequest) -> None:

@@ -12,7 +12,7 @@ from openai._streaming import SSEDecoder
 
 from router.api.event_ids import EventIds, NoIds
 from router.api.event_json import encode_event
-from router.api.native_endpoints import NativeEvents
+from router.api.native_answers import NativeEvents
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
 from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceCounts, Submission
