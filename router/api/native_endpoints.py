@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from msgspec.structs import replace
@@ -122,6 +123,8 @@ async def _whole(
                 logprobs = OutputLogprobs()
                 logprobs.add(OutputDelta(collected.tokens, collected.logprobs or None))
                 answers.append(answer_of(submission, counts, collected, logprobs, scored_from))
+                if collected.logprobs:
+                    await asyncio.sleep(0)  # others have their turns: a batch of these takes long
             await request.respond_json(answers if as_list else answers[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -120,6 +121,17 @@ async def _answer(
     await stream(router, request, submission, style.form, writer)
 
 
+async def choices_of(style: Style, collection: Collection, submission: Submission) -> list[dict[str, Any]]:
+    """The choices of a whole answer. Log-probabilities of a batch's prompts take a second: others have their
+    turns meanwhile."""
+    choices = []
+    for index, one in enumerate(collection.choices):
+        choices.append(style.choice(index, one, submission))
+        if one.logprobs or one.prompt_logprobs:
+            await asyncio.sleep(0)
+    return choices
+
+
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:
     collection = Collection(submission.choice_count)
     with generating(router, request, submission, router.assign(submission), collection) as generation:
@@ -127,7 +139,7 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
             pass
         if generation.abandoned:
             return
-        choices = [style.choice(index, one, submission) for index, one in enumerate(collection.choices)]
+        choices = await choices_of(style, collection, submission)
         await request.respond_json(
             {
                 "id": style.id_prefix + request.request_id,
