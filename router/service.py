@@ -276,18 +276,19 @@ class Router:
         output = ChoiceOutput(counts, generation, detokenizer, submission.stop, submission.keep_stop)
         return output if resumed is None else ResumedOutput(output, counts, generation, resumed)
 
-    async def claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
-        """Find the rooms of an interrupted stream; {}: it must be computed again. Submit at once after it."""
+    async def claim(self, resumption: Resumption, repeats: bool = False) -> dict[int, FoundRoom]:
+        """Find the rooms of an interrupted stream; {}: it must be computed again. Submit at once after it.
+        `repeats`: events tell what the client has once more."""
         first = resumption.first_room
         for stream in self.clients.streams:
             if stream.submission.first_room == first:  # its client has left, unnoticed so far
                 stream.interrupt(Interrupted("the client goes on with this stream on another connection"))
         try:
-            return await self._claim(resumption)
+            return await self._claim(resumption, repeats)
         finally:  # rooms that were left and are not claimed get an Abort with their next tokens
             self._claims.disown(range(first, first + resumption.submission.choice_count))
 
-    async def _claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
+    async def _claim(self, resumption: Resumption, repeats: bool) -> dict[int, FoundRoom]:
         first, positions = resumption.first_room, resumption.positions
         running = [first + index for index, position in enumerate(positions) if not position.finished]
         if not running:
@@ -297,7 +298,8 @@ class Router:
             running, lambda: self.membership.decode_workers(model), _CLAIM_TIMEOUT_S
         )
         if resumption.submission.sampling.top_logprobs is not None and any(
-            positions[number - first].tokens < room.forced for number, room in found.items()
+            (0 if repeats else positions[number - first].tokens) < room.forced
+            for number, room in found.items()
         ):
             self._claims.give_up(found)
             found = {}

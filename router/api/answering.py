@@ -231,8 +231,10 @@ async def stream(
     submission: Submission,
     form: str,
     make_answer: Callable[[Submission, EventIds], StreamedAnswer],
+    repeats: bool = False,
 ) -> None:
-    """Serve a request as events, from where its Last-Event-ID says. `form` names the kind of its events.
+    """Serve a request as events, from where its Last-Event-ID says. `form` names the kind of its events,
+    `repeats` says that each tells the whole answer so far.
 
     Events have ids for clients that accept text/event-stream by name: others, such as vLLM's and SGLang's
     benchmarks, take every line of a stream for data.
@@ -248,7 +250,7 @@ async def stream(
     if last_id:
         resumption = router.resume_tokens.open(last_id, submission, form, now)
         submission, positions = resumption.submission, resumption.positions
-        found = await router.claim(resumption)
+        found = await router.claim(resumption, repeats)
         if found:
             submission = replace(submission, first_room=resumption.first_room)
     assignment = router.assign(submission, resumption, found)

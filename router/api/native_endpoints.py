@@ -104,7 +104,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
         raise InvalidRequest("a prompt's log-probabilities are not streamed", "logprob_start_len")
     submission = await make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
-        await stream(router, request, submission, "generate", NativeEvents)
+        await stream(router, request, submission, "generate", NativeEvents, repeats=True)
     else:
         as_list = params.n > 1 or is_batch(given)
         await _whole(router, request, submission, body.logprob_start_len, as_list)

@@ -435,14 +435,20 @@ class FakeWorker:
         if request.sampling.top_logprobs is not None:
             k = request.sampling.top_logprobs
             logprobs = [
-                TokenLogprobs(-0.25, [((token + i) % VOCABULARY, -0.25 - i) for i in range(k)])
-                for token in tokens
+                TokenLogprobs(0.0)  # not known: another epoch's
+                if position < len(request.forced)
+                else TokenLogprobs(-0.25, [((token + i) % VOCABULARY, -0.25 - i) for i in range(k)])
+                for position, token in enumerate(tokens, start)
             ]
         finish = self._finish(room, start + count - 1)
         scores = None
         if start == 0 and request.sampling.prompt_logprobs is not None:
             prompt = unpack_tokens(request.prompt).tolist()
-            scores = [TokenLogprobs(-0.125, [(token, -0.125)]) for token in prompt[1:]]
+            k = request.sampling.prompt_logprobs
+            scores = [
+                TokenLogprobs(-0.125, [((token + i) % VOCABULARY, -0.125 - i) for i in range(k)])
+                for token in prompt[1:]
+            ]
         pooled = None
         if start == 0 and request.sampling.pooling is not None:
             pooled = self._vector(request.prompt)

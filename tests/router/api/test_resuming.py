@@ -158,6 +158,10 @@ def test_what_the_router_chose_is_kept(service: Service) -> None:
     assert again.request.sampling == first.request.sampling
 
 
+def _newest_room(decode: FakeWorker) -> int:
+    return max((message.room for message in list(decode.seen) if isinstance(message, Decode)), default=0)
+
+
 def _last_decode(decode: FakeWorker) -> Decode:
     wait_until(lambda: any(isinstance(message, Decode) for message in decode.seen))
     return [message for message in decode.seen if isinstance(message, Decode)][-1]
@@ -302,6 +306,35 @@ def test_the_same_router_goes_on_for_a_client_that_comes_back(
             assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
         assert openai_answer(events + resuming.result(20.0)) == want
     assert starts(decodes) == before + 2
+
+
+def test_native_events_repeat_log_probabilities_that_the_rooms_worker_has_not(
+    routers: list[RouterProcess], decodes: list[FakeWorker]
+) -> None:
+    """It got the tokens before its epoch without them."""
+    first, _ = routers
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    body = {"text": "Hello", "sampling_params": params, "return_logprob": True, "top_logprobs_num": 1}
+    want = native_answer(ask(first, "/generate", body))
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=first.url, timeout=20.0, headers=NAMED) as other,
+    ):
+        with (
+            in_mid_answer(decodes),
+            other.stream("POST", "/generate", json={**body, "stream": True}) as response,
+        ):
+            reader = sse_events(response.iter_lines())
+            events = [next(reader) for _ in range(4)]
+            max(decodes, key=_newest_room).drain()
+            while len(events[-1].json["output_ids"]) < 20:
+                events.append(next(reader))
+            begun = [m.request for one in decodes for m in list(one.seen) if isinstance(m, Decode)]
+            assert any(0 < len(request.forced) < 20 for request in begun), "it was started again"
+            resuming = pool.submit(ask, first, "/generate", body, events[-1].id)
+            *_, last = reader
+            assert last.json["error"]["code"] == "resume"
+        assert native_answer(events + resuming.result(20.0)) == want
 
 
 def test_a_room_that_no_worker_has_is_computed_again(
