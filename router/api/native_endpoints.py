@@ -42,7 +42,7 @@ class NativeSampling(SamplingBody):
     """`sampling_params` of /generate."""
 
     max_new_tokens: OutputLength = 128
-    min_new_tokens: int = Field(0, ge=0)
+    min_new_tokens: int = Field(0, ge=0, description="min_tokens, as SGLang calls it")
 
 
 class GenerateBody(RequestBody):

@@ -104,7 +104,7 @@ class SamplingBody(StructureFields):
     allowed_token_ids: list[TokenId] = Field(
         default_factory=list, max_length=_MOST_ALLOWED, fail_fast=True, description="no others are sampled"
     )
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, description="no token ends the output before; a stop string may")
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
     ignore_eos: bool = False

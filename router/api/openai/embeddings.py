@@ -36,7 +36,7 @@ class EmbeddingBody(RequestBody):
     )
     normalize: bool = Field(True, description="to length 1")
     add_special_tokens: bool = True
-    stream: Literal[False] = False
+    stream: Literal[False] = Field(False, description="only false")
 
 
 async def embeddings(router: Router, request: HttpRequest) -> None:

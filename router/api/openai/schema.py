@@ -88,9 +88,9 @@ class CompletionBody(OpenAIBody):
     prompt: Prompts
     max_tokens: int = Field(16, ge=0, lt=2**31, description="0: with echo, the prompt alone")
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    best_of: int | None = None
+    best_of: int | None = Field(None, description="only as many as n")
     echo: bool = Field(False, description="the text, and logprobs, begin with the prompt")
-    suffix: Literal[""] = ""
+    suffix: Literal[""] = Field("", description="only an empty one")
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -81,7 +81,8 @@ class ResponseBody(RequestBody, SamplingBody):
     reasoning: ReasoningConfig | None = None
     metadata: dict[Label, str] | None = Field(None, max_length=16, description="told in the answer")
     prompt_cache_key: Label = ""
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled"] = Field("disabled", description="only disabled")
+    n: int = Field(1, ge=1, le=128, description="only 1")
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
         default_factory=list, max_length=16, description="reasoning is plain text in its items"
     )
