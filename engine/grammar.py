@@ -41,7 +41,7 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_step_back)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._tokenizer: LLTokenizer | None = None  # of the thread; None: it is not read, or could not be
         self._thread.submit(self._load)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
@@ -64,12 +64,22 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
-                compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+                compiled = self._compiled[grammar] = self._begin_to_compile(grammar)
                 if len(self._compiled) > MOST_COMPILED:
                     self._compiled.popitem(last=False)
             else:
                 self._compiled.move_to_end(grammar)
         return compiled
+
+    def _begin_to_compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """The grammar's text is made here: what holds the GIL must not run at a lower priority."""
+        try:
+            text = matcher_grammar(grammar)
+        except ValueError as error:
+            refused: Future[LLMatcher] = Future()
+            refused.set_exception(NothingAllowed(f"the grammar cannot be compiled: {error}"))
+            return refused
+        return self._thread.submit(self._compile, grammar, text)
 
     def _load(self) -> LLTokenizer:
         if self._tokenizer is not None:
@@ -80,6 +90,7 @@ class GrammarCompiler:
             self._tokenizer = self._tokenizer_of(self._read_tokenizer())
         except (OSError, ValueError) as error:
             raise NothingAllowed(f"this model's tokenizer cannot be used with grammars: {error}") from error
+        _step_back()
         return self._tokenizer
 
     def _tokenizer_of(self, text: str) -> LLTokenizer:
@@ -88,7 +99,7 @@ class GrammarCompiler:
         except ValueError:  # perhaps it has more tokens than the model: Gemma 3's has one for images
             return LLTokenizer(text, eos_token=self._eos_token_ids)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, text: str) -> LLMatcher:
         try:
             tokenizer = self._load()
         except NothingAllowed:
@@ -96,7 +107,7 @@ class GrammarCompiler:
                 self._compiled.pop(grammar, None)
             raise
         try:
-            matcher = LLMatcher(tokenizer, matcher_grammar(grammar), log_level=0, limits=LIMITS)
+            matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         except ValueError as error:
             raise NothingAllowed(f"the grammar cannot be compiled: {error}") from error
         if matcher.is_error():
@@ -195,7 +206,11 @@ class GrammarState:
 
 
 def _step_back() -> None:
-    """Forwards go first where there is no core for both. On Linux a thread has a priority of its own."""
+    """Forwards go first where there is no core for both. On Linux a thread has a priority of its own.
+
+    Compiling releases the GIL. Reading the tokenizer does not: at a lower priority, on busy cores, all other
+    threads of the process would wait for this one.
+    """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+import engine.grammar as grammar_module
 from bench.grammar_vocabulary import make_tokenizer
 from engine.batch import SamplingRows
 from engine.errors import NothingAllowed
@@ -23,6 +25,7 @@ from engine.sampler import Sampled, Sampler
 from engine.sampling_state import SamplingState
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny, write_tokenizer
+from wire.grammars import matcher_grammar
 from wire.request import Grammar, GrammarKind, SamplingParams
 
 EOS = 258
@@ -193,6 +196,36 @@ def test_a_tokenizer_that_cannot_be_read_is_read_again_for_the_next_request(tmp_
         allowed(begun(compiler, CHOICE), [])
     assert allowed(begun(compiler, CHOICE), [])
     compiler.close()
+
+
+def test_what_holds_the_gil_does_not_run_at_a_lower_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole process would wait for it while other processes take the cores."""
+    write_tokenizer(tmp_path)
+    begun: list[str] = []
+    threads: list[str] = []
+
+    def read() -> str:
+        begun.append("load")
+        return (tmp_path / "tokenizer.json").read_text()
+
+    def text_of(grammar: Grammar) -> str:
+        threads.append(threading.current_thread().name)
+        return matcher_grammar(grammar)
+
+    monkeypatch.setattr(grammar_module, "_step_back", lambda: begun.append("step back"))
+    monkeypatch.setattr(grammar_module, "matcher_grammar", text_of)
+    compiler = GrammarCompiler(read, VOCAB_SIZE, [EOS])
+    row = np.zeros(mask_words(VOCAB_SIZE), dtype=np.int32)
+    for pattern in ("a+", "b+"):
+        state = compiler.begin(SamplingParams(grammar=Grammar(GrammarKind.REGEX, pattern)))
+        assert state is not None
+        state.follow([], 0, None)
+        state.fill(row)
+    compiler.close()
+    assert begun == ["load", "step back"]
+    assert threads == [threading.current_thread().name] * 2
 
 
 def test_foreign_outputs_and_bad_grammars_are_refused(compiler: GrammarCompiler, texts: list[str]) -> None:
