@@ -34,8 +34,11 @@ def assign(settings: dict[str, Any], assignment: str) -> None:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """The value that a YAML text gives. Raises ConfigError that names the key."""
+    """The value that a YAML text gives. Raises ConfigError that names the key.
+
+    A dash alone is that text, as for files that may be stdout. To YAML it is a list with nothing in it.
+    """
     try:
-        return yaml.safe_load(text)
+        return text if text == "-" else yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(key, f"{text!r} is not YAML: {error}", "correct the value") from None

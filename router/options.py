@@ -198,7 +198,7 @@ class LogOptions(Options):
     """A line of JSON for each request (docs/traces.md)."""
 
     request_log: Path | None = Field(
-        None, description="file that gets a line of JSON for each request; -: stdout; null: none"
+        None, description='file that gets a line of JSON for each request; "-": stdout; null: none'
     )
     request_log_prompts: bool = Field(False, description="the lines have the prompts' texts, too")
 

@@ -17,12 +17,14 @@ def test_sections_are_made_and_values_are_yaml() -> None:
         "decode.drain_s=2.5",
         "worker.events={enable: false}",
         "name=a=b",
+        "router.options.request_log=-",
     ):
         assign(settings, assignment)
     assert settings == {
         "worker": {"page_size": 32, "events": {"enable": False}},
         "decode": {"drain_s": 2.5},
         "name": "a=b",
+        "router": {"options": {"request_log": "-"}},
     }
 
 
