@@ -9,24 +9,22 @@ from simulator.options import Schedule, SimulationOptions
 
 HELP = """Replay TRACE in virtual time: the product's router over modelled workers. TRACE is a file in
 Mooncake's format (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks) or a generated
-one, KIND:SEED, where KIND is chat, hot, agents, long, diurnal or shift. `--policy all` compares every policy:
-the sustained rate of each is the highest speed-up at which 90% of requests meet both objectives.
-`--autoscale slo` compares scaling on objectives with a fixed fleet and with scaling by load, and workers that
-switch roles with fixed ratios. docs/routing.md has the model, docs/scaling.md the policies."""
+one, KIND:SEED, where KIND is chat, hot, agents, long, tenants, diurnal or shift. `--policy all` compares
+every policy: the sustained rate of each is the highest speed-up at which 90% of requests meet both
+objectives. `--autoscale slo` compares scaling on objectives with a fixed fleet and with scaling by load, and
+workers that switch roles with fixed ratios. docs/routing.md has the model, docs/scaling.md the policies."""
 _DEFAULTS = SimulationOptions()
 
 
 def add_arguments(replay: argparse.ArgumentParser) -> None:
     """Add the flags of `baton replay`; a flag that is not given leaves the option at its default."""
     replay.add_argument("trace", metavar="TRACE", help="a file, or KIND:SEED of a generated one")
-    replay.add_argument(
-        "--policy", default=_DEFAULTS.policy, metavar="NAME[,...]", help="or all (default %(default)s)"
-    )
+    replay.add_argument("--policy", metavar="NAME[,...]", help=f"or all (default {_DEFAULTS.policy})")
     _add_cluster(replay)
     _add_seconds(replay, "--slo-ttft", "time to first token, at most", _DEFAULTS.slo_ttft_s)
     _add_seconds(replay, "--slo-itl", "a request's mean time between tokens, at most", _DEFAULTS.slo_itl_s)
     replay.add_argument(
-        "--speed", default="1", metavar="X[,...]", help="arrivals so many times faster (default %(default)s)"
+        "--speed", metavar="X[,...]", help=f"arrivals so many times faster (default {_DEFAULTS.speed:g})"
     )
     _add_count(replay, "--seed", "seed of the policies' random choices", _DEFAULTS.seed)
     replay.add_argument(

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.options import WorkerModel
 from simulator.request import TraceRequest
 from simulator.simulation import Trace
 
-BLOCK = 512  # tokens that one hash id stands for
+BLOCK = WorkerModel.page_tokens  # tokens that one hash id stands for
 DAY_S = 2400.0
 _SHIFT_S = 2400.0
 _SYSTEM_BLOCKS = 2  # every request begins with the same ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -26,6 +27,7 @@ class WorkerModel(Options):
         max(step_s, prompt tokens / prefill_tokens_per_s) + row_s rows + context_s context
     """
 
+    page_tokens: ClassVar[int] = 512  # no option: it is the size of blocks in traces
     prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="prompt tokens computed in a second")
     chunk_tokens: int = Field(8192, ge=1, description="prompt tokens of one step at most")
     step_s: float = Field(0.010, ge=0, description="duration of a step at least: the weights are read once")
@@ -43,7 +45,6 @@ class WorkerModel(Options):
     load_bytes_per_s: float = Field(400e9, gt=0, description="from host memory to the device")
     storage_bytes_per_s: float = Field(25e9, gt=0, description="from storage to host memory")
     fetches_at_once: int = Field(4, ge=1, description="by other workers from one; it refuses more")
-    page_tokens: int = Field(512, ge=1, description="tokens of a page: the size of blocks in traces")
     schedule: Schedule = Schedule.MIXED
 
     @property

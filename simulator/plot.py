@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
+from common.errors import ConfigError
 from simulator.autoscale import Comparison
 from simulator.fleet import FleetSize
 from simulator.summary import Summary
@@ -47,7 +48,7 @@ def draw(runs: Sequence[Summary], slo_ttft_s: float, title: str, path: Path) -> 
         axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, format="png", dpi=110)
+    _save(figure, path, dpi=110)
 
 
 def draw_fleets(found: Comparison, path: Path) -> None:
@@ -66,7 +67,15 @@ def draw_fleets(found: Comparison, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, format="png", dpi=80)
+    _save(figure, path, dpi=80)
+
+
+def _save(figure: Figure, path: Path, dpi: int) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    try:
+        figure.savefig(path, format="png", dpi=dpi)
+    except OSError as error:
+        raise ConfigError("--png", f"cannot write {path}: {error.strerror}", "give another file") from None
 
 
 def _steps(axes: Axes, fleet: Sequence[FleetSize], role: str, colour: str, label: str) -> None:

@@ -32,14 +32,13 @@ _PROCESSES = 2
 def replay(arguments: argparse.Namespace) -> int:
     """Run the command. Raises ConfigError for invalid arguments."""
     options = make_options(arguments)
-    policies = list(POLICIES) if arguments.policy == "all" else arguments.policy.split(",")
-    for policy in policies:
-        if policy not in POLICIES:
-            known = ", ".join([*POLICIES, "all"])
-            raise ConfigError("--policy", f"{policy!r} is unknown", f"choose one of {known}")
+    asked = arguments.policy or options.policy
+    policies = _policies(asked)
+    if asked == "all" and arguments.speed is not None:
+        raise ConfigError("--speed", "--policy all finds the speeds", "leave it out, or name the policies")
     if arguments.png is not None:
         _check_picture(arguments.png)
-    speeds = _speeds(arguments.speed)
+    speeds = [options.speed] if arguments.speed is None else _speeds(arguments.speed)
     read_trace(arguments.trace)  # a wrong one is reported before anything starts
     wanted = [
         options.model_copy(update={"policy": policy, "speed": speed})
@@ -48,20 +47,23 @@ def replay(arguments: argparse.Namespace) -> int:
     ]
     report = _Report(sys.stderr)
     if arguments.autoscale is not None:
-        return _autoscale(arguments, options)
-    if arguments.policy == "all":
+        if len(wanted) > 1:
+            problem = "it compares fleets at one speed, under one policy"
+            raise ConfigError("--autoscale", problem, "give one --speed and one --policy")
+        return _autoscale(arguments, wanted[0])
+    if asked == "all":
         result = _compare(arguments.trace, options, policies, report)
     elif len(wanted) == 1:
         result = {"runs": [run_once(arguments.trace, wanted[0], report.share)]}
     else:
         with Pool(_processes(), report.finished) as pool:
             result = {"runs": pool.all([(arguments.trace, one) for one in wanted])}
+    sys.stdout.write(as_json(result) if arguments.json else as_table(result, HOT_TRACE))
     if arguments.png is not None:
         from simulator.plot import draw  # imports matplotlib, which is optional
 
         title = f"{Path(arguments.trace).name}: {options.prefill} prefill, {options.decode} decode workers"
         draw(report.of(arguments.trace) or result["runs"], options.slo_ttft_s, title, arguments.png)
-    sys.stdout.write(as_json(result) if arguments.json else as_table(result, HOT_TRACE))
     return 0
 
 
@@ -82,7 +84,8 @@ _FLAGS = {
 
 
 def make_options(arguments: argparse.Namespace) -> SimulationOptions:
-    """The options that the flags give. `--set` overrides the others."""
+    """The options that the flags give, but for --policy and --speed, which may be several. `--set` overrides
+    the others."""
     raw: dict[str, Any] = {}
     for flag, path in _FLAGS.items():
         value = getattr(arguments, flag)
@@ -101,8 +104,19 @@ def _check_picture(path: Path) -> None:
     """Raises ConfigError when no picture can be drawn there."""
     if not path.absolute().parent.is_dir():
         raise ConfigError("--png", f"there is no directory {path.parent}", "make it first")
+    if path.is_dir():
+        raise ConfigError("--png", f"{path} is a directory", "name a file in it")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png", "matplotlib is not installed", "pip install 'baton-serve[plot]'")
+
+
+def _policies(text: str) -> list[str]:
+    policies = list(POLICIES) if text == "all" else text.split(",")
+    for policy in policies:
+        if policy not in POLICIES:
+            known = ", ".join([*POLICIES, "all"])
+            raise ConfigError("--policy", f"{policy!r} is unknown", f"choose one of {known}")
+    return policies
 
 
 def _speeds(text: str) -> list[float]:
@@ -143,12 +157,12 @@ def _compare(
 def _autoscale(arguments: argparse.Namespace, options: SimulationOptions) -> int:
     with Pool(_processes(), _Report(sys.stderr).finished) as pool:
         found = compare(arguments.trace, options, pool.all)
+    figures = json.dumps(found.figures) + "\n"
+    sys.stdout.write(figures if arguments.json else comparison_table(found) + figures)
     if arguments.png is not None:
         from simulator.plot import draw_fleets  # imports matplotlib, which is optional
 
         draw_fleets(found, arguments.png)
-    figures = json.dumps(found.figures) + "\n"
-    sys.stdout.write(figures if arguments.json else comparison_table(found) + figures)
     return 0
 
 

@@ -23,7 +23,7 @@ class Summary:
     speed: float
     requests: int
     attainment: float  # share of all requests that met both objectives
-    goodput: float  # of those, per second of the trace
+    goodput: float  # of those, per second of the trace; of the run, if all requests come at once
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
@@ -54,7 +54,6 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
     requests = simulation.requests
     served = [one for one in requests if not one.rejected]
     good = sum(met(one, options) for one in served)
-    span = max(requests[-1].arrived_at - requests[0].arrived_at, 1e-9)
     ttft = np.array([one.ttft for one in served] or [0.0])
     itl = np.array([one.itl for one in served] or [0.0])
     prompt = max(1, sum(one.trace.prompt_tokens for one in served))
@@ -64,7 +63,7 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
         speed=options.speed,
         requests=len(requests),
         attainment=good / len(requests),
-        goodput=good / span,
+        goodput=good / _seconds(requests),
         ttft_p50=float(np.quantile(ttft, 0.5)),
         ttft_p90=float(np.quantile(ttft, 0.9)),
         ttft_p99=float(np.quantile(ttft, 0.99)),
@@ -85,6 +84,13 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
         worker_hours=simulation.fleet.worker_hours(),
         fleet=tuple(simulation.fleet.sizes),
     )
+
+
+def _seconds(requests: Sequence[Request]) -> float:
+    """How long a trace is: from the first arrival to the last, or to the last token if these are one."""
+    first, last = requests[0].arrived_at, requests[-1].arrived_at
+    end = last if last > first else max(one.last_at for one in requests)
+    return end - first if end > first else 1.0  # nothing was served
 
 
 def met(one: Request, options: SimulationOptions) -> bool:

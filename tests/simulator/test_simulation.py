@@ -324,6 +324,18 @@ def test_a_broken_trace_is_named_with_its_line(tmp_path: Path, line: str, says: 
         read_trace(str(path))
 
 
+def test_a_picture_that_cannot_be_written_costs_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulator.replay._check_picture", lambda _path: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", mooncake(tmp_path / "trace.jsonl"), "--png", str(tmp_path)])
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert told.out.splitlines()[1].split()[:2] == ["kv", "1.000"]
+    assert told.err.splitlines()[-1].startswith("baton: --png: cannot write ")
+
+
 def test_replay_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, picture = mooncake(tmp_path / "trace.jsonl"), tmp_path / "curves.png"
     arguments = ["replay", trace, "--prefill", "2", "--decode", "2"]
@@ -334,6 +346,43 @@ def test_replay_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureF
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--json", "--set", "weights.transfer=0.5"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["requests"] == 30
+
+
+@pytest.mark.parametrize("given_", [["speed=2", "policy=random"], []])
+def test_a_speed_and_a_policy_may_be_set_as_any_option(
+    given_: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [word for one in given_ for word in ("--set", one)] or ["--speed", "2", "--policy", "random"]
+    assert main(["replay", mooncake(tmp_path / "trace.jsonl"), "--json", *flags]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["speed"], run["policy"]) == (2.0, "random")
+
+
+def test_scaling_is_compared_at_the_speed_and_under_the_policy_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared: list[SimulationOptions] = []
+
+    def none_attains(_trace: str, given_: SimulationOptions, _run_all: object) -> None:
+        compared.append(given_)
+        raise ConfigError("TRACE", "no fleet attains", "lower --speed")
+
+    monkeypatch.setattr("simulator.replay.compare", none_attains)
+    arguments = ["replay", mooncake(tmp_path / "trace.jsonl"), "--autoscale", "slo"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--speed", "0.5", "--policy", "least-loaded"])
+    assert [(one.speed, one.policy) for one in compared] == [(0.5, "least-loaded")]
+
+
+def test_the_goodput_of_requests_that_come_at_once_is_of_the_run() -> None:
+    trace = shared_prefixes(requests=5)
+    together = [dataclasses.replace(one, at_s=1.0) for one in trace.requests]
+    at_once = dataclasses.replace(trace, requests=together)
+    simulation = replayed(at_once)
+    found, end = summary(simulation), max(one.last_at for one in simulation.requests)
+    assert found.goodput == pytest.approx(found.attainment * 5 / (end - 1.0))
+    nothing = summary(replayed(at_once, worker={"kv_tokens": 1}))
+    assert (nothing.rejected, nothing.goodput) == (5, 0.0)
 
 
 @pytest.mark.parametrize("theirs", [0.0, 0.5])
@@ -364,7 +413,11 @@ def test_a_rate_of_which_nothing_is_a_multiple_has_no_ratio(
         (["--speed", "inf"], "--speed: 'inf' is not a list"),
         (["--prefill", "-1"], "prefill: "),
         (["--set", "worker.gpus=8"], "worker.gpus: "),
+        (["--set", "worker.page_tokens=16"], "worker.page_tokens: unknown key"),
         (["--png", "/nowhere/at/all.png"], "--png: there is no directory"),
+        (["--png", "/"], "--png: / is a directory"),
+        (["--policy", "all", "--speed", "2"], "--speed: --policy all finds the speeds"),
+        (["--autoscale", "slo", "--speed", "1,2"], "--autoscale: it compares fleets at one speed"),
     ],
 )
 def test_replay_refuses_in_one_line(
