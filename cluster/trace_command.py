@@ -39,17 +39,27 @@ def add_arguments(trace: argparse.ArgumentParser) -> None:
 
 def find_trace(url: str, key: str | None, request_id: str) -> Event:
     """The trace of a request at the router at `url`, or at another that it knows. Raises ConfigError for one
-    that none of them keeps, WorkerLost for a router that does not answer."""
+    that none of them keeps, which names those that cannot be asked: a listener on loopback of another host is
+    one. Raises WorkerLost if the router at `url` does not answer."""
     path = f"/debug/trace/{quote(request_id, safe='')}"
-    refused: ConfigError | None = None
-    for one in [url, *other_routers(url, key)]:
+    others = other_routers(url, key)
+    try:
+        return _page(url, path, key)
+    except ConfigError as refused:
+        problem = refused.problem
+    for one in others:
         try:
-            found: Event = admin_json(one, path, key)
-            return found
-        except ConfigError as error:
-            refused = error
-    assert refused is not None
-    raise ConfigError("REQUEST", refused.problem, "give the x-request-id of a recent answer")
+            return _page(one, path, key)
+        except WorkerLost:
+            problem += f"; {one} does not answer"
+        except ConfigError as refused:
+            problem += f"; {refused.problem}" if refused.key != "worker" else ""
+    raise ConfigError("REQUEST", problem, "give the x-request-id of a recent answer")
+
+
+def _page(url: str, path: str, key: str | None) -> Event:
+    found: Event = admin_json(url, path, key)
+    return found
 
 
 def perfetto(trace: Event) -> Event:
