@@ -125,7 +125,7 @@ def text_of(choice: Mapping[str, Any]) -> tuple[str, str]:
 
 def _take(event: Mapping[str, Any], answer: TimedAnswer) -> dict[str, Any] | None:
     if "error" in event:
-        raise AnswerFailed(str((event["error"] or {}).get("message", event["error"])))
+        raise AnswerFailed(_told(event["error"]))
     usage = event.get("usage")
     if usage:
         answer.prompt_tokens = usage["prompt_tokens"]
@@ -141,9 +141,14 @@ def _take(event: Mapping[str, Any], answer: TimedAnswer) -> dict[str, Any] | Non
 
 
 def _message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or FastAPI's; "" for anything else."""
+    """The message of an error in OpenAI's shape, TGI's or FastAPI's; "" for anything else."""
     try:
         told: Any = json.loads(body)
-        return str(told["error"]["message"] if "error" in told else told["detail"])
+        return _told(told["error"]) if "error" in told else str(told["detail"])
     except (ValueError, TypeError, KeyError):
         return ""
+
+
+def _told(error: Any) -> str:
+    """What an `error` says: an object with a message, or a text, as TGI has it."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -21,7 +21,7 @@ from common.errors import ConfigError
 
 class _Server(ThreadingHTTPServer):
     """Answers with three pieces, as the API does. A prompt with `wrong` is refused, and one with `cut` ends
-    too early."""
+    too early. With `refused` and `broken` it fails as text-generation-inference does."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -59,6 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
         if "wrong" in said:
             self._answer(400, {"error": {"message": "that is wrong"}})
             return
+        if "refused" in said:
+            self._answer(422, {"error": "that is too long", "error_type": "validation"})
+            return
         self.send_response(200)
         self.send_header("X-Request-Id", "id-1")
         self.end_headers()
@@ -66,6 +69,9 @@ class _Handler(BaseHTTPRequestHandler):
         for text in ("one", " two", " three"):
             piece = {"delta": {"content": text}} if chat else {"text": text}
             self._event({"choices": [piece]})
+        if "broken" in said:
+            self._event({"error": "no memory", "error_type": "generation"})
+            return
         details = {"prompt_tokens_details": {"cached_tokens": 2}}
         self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3, **details}})
         if "cut" not in said:
@@ -131,7 +137,13 @@ def test_bench_prints_a_table_and_draws(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "why"), [("wrong", "400: that is wrong"), ("cut", "the stream has no end")]
+    ("prompt", "why"),
+    [
+        ("wrong", "400: that is wrong"),
+        ("cut", "the stream has no end"),
+        ("refused", "422: that is too long"),
+        ("broken", "no memory"),
+    ],
 )
 def test_bench_tells_failures(
     server: _Server, tmp_path: Path, prompt: str, why: str, capsys: pytest.CaptureFixture[str]
