@@ -1,15 +1,16 @@
 """Traces: files in Mooncake's format, and traces generated from a seed.
 
-A file has one JSON object per line: `timestamp` (ms), `input_length`, `output_length` (tokens) and
-`hash_ids`, with one id per block of 512 tokens. Equal ids mean that everything up to the end of the block is
-equal. `session`, `tenant` and `priority` are optional. A generated trace is named KIND:SEED, for example
-`chat:1`.
+A file has one JSON object per line: `timestamp` (ms, from any time on: the first request comes at 0),
+`input_length`, `output_length` (tokens) and `hash_ids`, with one id per block of 512 tokens. Equal ids mean
+that everything up to the end of the block is equal. `session`, `tenant` and `priority` are optional. A
+generated trace is named KIND:SEED, for example `chat:1`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def _parse(name: str, lines: list[bytes]) -> Trace:
         )
     if not requests:
         raise ConfigError("TRACE", f"{name} is empty", "give a trace with requests")
-    return Trace(Path(name).stem, sorted(requests, key=lambda one: one.at_s))
+    first_s = min(one.at_s for one in requests)
+    from_zero = (replace(one, at_s=one.at_s - first_s) for one in requests)
+    return Trace(Path(name).stem, sorted(from_zero, key=lambda one: one.at_s))
 
 
 def _request(

@@ -304,6 +304,16 @@ def test_mooncake_lines_become_requests_of_whole_pages(tmp_path: Path) -> None:
     assert trace.requests[5].hashes.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("first_ms", [1_795_000_000_000, -4000.0])
+def test_a_trace_may_begin_at_any_time(tmp_path: Path, first_ms: float) -> None:
+    path, line = tmp_path / "trace.jsonl", {"input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+    stamps = (first_ms + 500, first_ms, first_ms + 2000)
+    path.write_text("".join(json.dumps({"timestamp": stamp, **line}) + "\n" for stamp in stamps))
+    trace = read_trace(str(path))
+    assert [one.at_s for one in trace.requests] == pytest.approx([0.0, 0.5, 2.0])
+    assert replayed(trace).clock.now < 10.0
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
