@@ -122,7 +122,7 @@ def _missing(name: str, section: Deployment, case: Case, where: str) -> Iterator
     lacking = {
         resource: max(node.resources.get(resource, 0.0) for node in case.nodes)
         for resource, amount in _asked(section).items()
-        if not any(node.resources.get(resource, 0.0) >= amount for node in case.nodes)
+        if not any(_has(node, resource, amount) for node in case.nodes)
     }
     for resource, most in lacking.items():
         amount = _asked(section)[resource]
@@ -196,8 +196,14 @@ def _asked(section: Deployment) -> dict[str, float]:
     return {"GPU": section.num_gpus, "CPU": section.num_cpus, **section.resources, **kind}
 
 
+def _has(node: NodeFacts, resource: str, amount: float) -> bool:
+    """Whether a node has so much of a resource. Without Ray only CPUs and GPUs are counted."""
+    known = node.labels is not None or resource in ("CPU", "GPU")
+    return not known or node.resources.get(resource, 0.0) >= amount
+
+
 def _fits(section: Deployment, node: NodeFacts) -> bool:
-    enough = all(node.resources.get(name, 0.0) >= amount for name, amount in _asked(section).items())
+    enough = all(_has(node, name, amount) for name, amount in _asked(section).items())
     if node.labels is None:  # without Ray there are none
         return enough
     return enough and all(_matches(wanted, node.labels.get(key)) for key, wanted in section.labels.items())

@@ -284,6 +284,19 @@ def test_labels_that_no_node_has() -> None:
     assert other.found == "prefill asks for an accelerator H200, and no node has one"
 
 
+@pytest.mark.parametrize("asked", [{"accelerator_type": "H200"}, {"resources": {"fast": 1}}])
+def test_what_only_ray_knows_is_no_fault_without_it(asked: dict[str, Any]) -> None:
+    settings = config(prefill={**asked, "labels": {"baton/role": "prefill"}})
+    (alone,) = (one for one in judge(Case([sound("a")], [], settings)) if one.check == "resources")
+    assert alone.grade is Grade.OK
+    labels = {"baton/role": "prefill"}
+    one = fault(judge(Case([replace(sound("a"), labels=labels)], [], settings)))
+    assert one.check == "resources"
+    has = {"CPU": 8.0, "fast": 1.0, "accelerator_type:H200": 1.0}
+    found = judge(Case([replace(sound("a"), labels=labels, resources=has)], [], settings))
+    assert {one.grade for one in found} == {Grade.OK}
+
+
 def test_mooncake_without_rdma_and_without_its_package() -> None:
     backend = {"worker": {"kv_transfer_backend": "mooncake", "max_total_tokens": 4096}}
     found = [one for one in findings({"rdma_devices": ("mlx5_0",)}, **backend) if one.grade is not Grade.OK]
