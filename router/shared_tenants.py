@@ -27,7 +27,7 @@ class SharedTenants:
 
     def __init__(self, path: Path | None) -> None:
         """`path` is a file, which several processes may share; None: nothing is kept. Raises ConfigError for
-        one that cannot be read."""
+        one that cannot be read, and where none can be written."""
         self.settings = NO_SETTINGS  # all that this router knows, to be told to the directory
         self._file = None if path is None else TenantFile(path)
         self._turn = asyncio.Lock()  # of who writes the file

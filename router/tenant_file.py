@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
@@ -27,8 +28,18 @@ class TenantFile:
     """Belongs to one event loop, which no lock and no disk holds up: each write has a thread of its own."""
 
     def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a place where no file can be made."""
         self._path = path
         self._write_under_way: Future[Settings] | None = None
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                "tenant_generations",
+                f"{path} cannot be written: {error.strerror}",
+                "name a file in a directory that can be written",
+            ) from None
 
     def read(self) -> Settings:
         """What is in the file. Raises ConfigError if that cannot be read."""

@@ -73,10 +73,14 @@ def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="tenant_generations"):
         SharedTenants(path)
-    missing = SharedTenants(tmp_path / "no" / "tenants")
+    with pytest.raises(ConfigError, match="tenants cannot be written: No such file or directory"):
+        SharedTenants(tmp_path / "no" / "tenants")
+    (tmp_path / "gone").mkdir()
+    gone = SharedTenants(tmp_path / "gone" / "tenants")
+    (tmp_path / "gone").rmdir()
     with pytest.raises(Unavailable):
-        forget(missing, "a")
-    assert missing.generation("a") == 0
+        forget(gone, "a")
+    assert gone.generation("a") == 0
 
 
 def test_a_file_that_breaks_later_stops_nothing(tmp_path: Path) -> None:
