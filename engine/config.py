@@ -14,11 +14,12 @@ CHOICES = {
     "weight_dtype": ("auto", "bfloat16", "int8"),
     "kv_cache_dtype": tuple(KVFormat),
 }
+_OPTIONS = {"attention": "attention_backend", "linear": "linear_backend"}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's options. Raises ConfigError (key `engine.<field>`) for an invalid value."""
+    """The engine's options. Raises ConfigError for an invalid value, by the name of the worker's option."""
 
     model: str  # a directory with config.json and safetensors, or a hub id
     dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
@@ -33,13 +34,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("engine.model", "no model is named", "give a directory or a hub id")
+            raise ConfigError("model", "no model is named", "give a directory or a hub id")
         for field in fields(self):
             allowed = CHOICES.get(field.name)
             value = getattr(self, field.name)
             if allowed and value not in allowed:
-                raise ConfigError(
-                    f"engine.{field.name}", f"{value!r} is unknown", f"use one of {', '.join(allowed)}"
-                )
+                key = _OPTIONS.get(field.name, field.name)
+                raise ConfigError(key, f"{value!r} is unknown", f"use one of {', '.join(allowed)}")
         if self.threads < 0:
-            raise ConfigError("engine.threads", f"{self.threads} is negative", "use 0 for torch's default")
+            raise ConfigError("threads", f"{self.threads} is negative", "use 0 for torch's default")

@@ -54,12 +54,12 @@ def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
         return
     if wanted == "bfloat16" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError("engine.weight_dtype", f"weights are computed in {name}", "use dtype bfloat16")
+        raise ConfigError("weight_dtype", f"weights are computed in {name}", "use dtype bfloat16")
     if torch.device(config.device).type != "cpu":
         if wanted == "bfloat16":
             return
         problem = f"{wanted} is for device cpu, not {config.device}"
-        raise ConfigError("engine.weight_dtype", problem, "use auto")
+        raise ConfigError("weight_dtype", problem, "use auto")
     from engine.cpu.module_replacements import check_packs
 
     check_packs(config, dtype)

@@ -72,6 +72,12 @@ class CacheConfig:
         eviction_policy(self.eviction_policy)
         if self.max_running_requests < 1 or self.pre_alloc_size < 0:
             raise ConfigError("max_running_requests", "is not positive", "give at least 1")
+        if not self.num_pages:
+            raise ConfigError(
+                "max_total_tokens",
+                f"{self.total_tokens} are less than a page",
+                f"give {self.page_size} or more",
+            )
         if not 1 <= self.max_context_len <= self.num_pages * self.page_size:
             raise ConfigError(
                 "max_context_tokens",
@@ -82,7 +88,7 @@ class CacheConfig:
             raise ConfigError("swa_full_tokens_ratio", "is not in (0, 1]", "give a share of max_total_tokens")
         if self.state_slots is not None and self.state_slots < MIN_STATE_SLOTS:
             raise ConfigError(
-                "state_slots", "is too small for one request", f"give at least {MIN_STATE_SLOTS}"
+                "max_mamba_cache_size", "is too small for one request", f"give at least {MIN_STATE_SLOTS}"
             )
 
     @property

@@ -40,12 +40,12 @@ def pick(
         return plain()
     if on_cpu != (wanted == "cpu"):
         problem = f"{wanted!r} does not run on device {config.device}"
-        raise ConfigError("engine.attention", problem, "use auto or torch")
+        raise ConfigError("attention_backend", problem, "use auto or torch")
     try:
         return cpu() if on_cpu else flashinfer()
     except (KernelsUnavailable, BackendUnavailable, ImportError) as error:
         if config.attention != "auto":
             problem = f"{wanted!r} cannot run: {error}"
-            raise ConfigError("engine.attention", problem, "use auto or torch") from error
+            raise ConfigError("attention_backend", problem, "use auto or torch") from error
         log.warning("attention: %s cannot run (%s); using plain torch, which is slower", wanted, error)
         return plain()

@@ -42,18 +42,18 @@ def check_packs(config: EngineConfig, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            "engine.weight_dtype", f"{wanted} is made of bfloat16, not of {name}", "use dtype bfloat16"
+            "weight_dtype", f"{wanted} is made of bfloat16, not of {name}", "use dtype bfloat16"
         )
     if config.linear == "torch":
         raise ConfigError(
-            "engine.weight_dtype",
+            "weight_dtype",
             f"torch's linear layers have no {wanted} packs",
             "use linear auto or packed",
         )
     try:
         check_packable()
     except KernelsUnavailable as error:
-        raise ConfigError("engine.weight_dtype", f"{wanted} cannot run: {error}", "use auto") from error
+        raise ConfigError("weight_dtype", f"{wanted} cannot run: {error}", "use auto") from error
 
 
 class CpuReplacements:
@@ -114,7 +114,7 @@ def packs(config: EngineConfig) -> bool:
     except KernelsUnavailable as error:
         if config.linear == "packed":
             raise ConfigError(
-                "engine.linear", f"'packed' cannot run: {error}", "use auto or torch"
+                "linear_backend", f"'packed' cannot run: {error}", "use auto or torch"
             ) from error
         return False
     return True

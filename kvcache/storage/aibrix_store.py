@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from common.errors import ConfigError
-from common.options import Options, parse_options
+from common.options import Options
 from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.daemon_threads import DaemonThreads
@@ -41,7 +41,7 @@ class AIBrixStore(BlobStore):
 
     def __init__(self, config: StorageConfig) -> None:
         """Raises ConfigError when the package is missing or the connector cannot be opened."""
-        options = parse_options(AIBrixOptions, config.extra)
+        options = config.options(AIBrixOptions)
         kinds, self._region = _package()
         self._timeout_s = options.timeout_s
         self._threads = DaemonThreads(options.connections, "aibrix")
@@ -51,9 +51,13 @@ class AIBrixStore(BlobStore):
             )
             opened = self._connector.open()
         except (ValueError, ImportError) as error:
-            raise ConfigError("storage_extra", f"connector: {error}", "name one that is installed") from None
+            raise ConfigError(
+                "hicache_storage_backend_extra_config", f"connector: {error}", "name one that is installed"
+            ) from None
         if not opened.is_ok():
-            raise ConfigError("storage_extra", f"connector: {opened.value}", "see AIBrix's variables")
+            raise ConfigError(
+                "hicache_storage_backend_extra_config", f"connector: {opened.value}", "see AIBrix's variables"
+            )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aibrix loop", daemon=True)
         self._thread.start()
@@ -140,6 +144,6 @@ def _package() -> tuple[Any, Any]:
         from aibrix_kvcache.memory.external_memory_region import ExternalMemoryRegion
     except ImportError as error:
         raise ConfigError(
-            "storage_backend", f"AIBrix cannot be loaded: {error}", "install aibrix-kvcache"
+            "hicache_storage_backend", f"AIBrix cannot be loaded: {error}", "install aibrix-kvcache"
         ) from None
     return connector, ExternalMemoryRegion

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.errors import ConfigError
+from common.options import OptionsType, parse_options
 from common.secrets import ClusterSecret
 
 
@@ -23,3 +25,11 @@ class StorageConfig:
     secret: ClusterSecret | None = None  # of the seals
     key_file: Path | None = None  # where the cluster has no secret; None: in `path`, else the user's cache
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self, kind: type[OptionsType]) -> OptionsType:
+        """What `extra` says. Raises ConfigError naming the first bad key."""
+        try:
+            return parse_options(kind, self.extra)
+        except ConfigError as error:
+            key = f"hicache_storage_backend_extra_config.{error.key}"
+            raise ConfigError(key, error.problem, error.remedy) from None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.options import parse_options
 from kvcache.storage.aibrix_store import AIBrixStore
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import BlobStore
@@ -48,13 +47,13 @@ def _file(config: StorageConfig) -> BlobStore:
 
 
 def _nixl(config: StorageConfig) -> BlobStore:
-    files = NixlFiles(parse_options(NixlOptions, config.extra), fsync=config.fsync)
+    files = NixlFiles(config.options(NixlOptions), fsync=config.fsync)
     return FileStore(_directory(config), config.max_bytes, files, fsync=config.fsync)
 
 
 def _hf3fs(config: StorageConfig) -> BlobStore:
     directory = _directory(config)
-    files = Hf3fsFiles(directory, parse_options(Hf3fsOptions, config.extra), fsync=config.fsync)
+    files = Hf3fsFiles(directory, config.options(Hf3fsOptions), fsync=config.fsync)
     return FileStore(directory, config.max_bytes, files, fsync=config.fsync)
 
 
@@ -63,16 +62,20 @@ def _dynamic(config: StorageConfig) -> BlobStore:
     module, _, name = config.backend.partition(":")
     if not name:
         raise ConfigError(
-            "storage_backend",
+            "hicache_storage_backend",
             f"{config.backend!r} is unknown",
             f"use one of {', '.join(_STORES)}, or module:Class",
         )
     try:
         kind: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError("storage_backend", f"{config.backend}: {error}", "name a class to import") from None
+        raise ConfigError(
+            "hicache_storage_backend", f"{config.backend}: {error}", "name a class to import"
+        ) from None
     if not _is_store(kind):
-        raise ConfigError("storage_backend", f"{config.backend} is no BlobStore", "derive it from BlobStore")
+        raise ConfigError(
+            "hicache_storage_backend", f"{config.backend} is no BlobStore", "derive it from BlobStore"
+        )
     store: BlobStore = kind(config)
     return store
 
@@ -83,13 +86,17 @@ def _is_store(kind: object) -> bool:
 
 def _directory(config: StorageConfig) -> Path:
     if config.path is None:
-        raise ConfigError("storage_path", f"{config.backend} needs a directory", "name one")
+        raise ConfigError("hicache_storage_path", f"{config.backend} needs a directory", "name one")
     return config.path
 
 
 def _refuse_extra(config: StorageConfig) -> None:
     if config.extra:
-        raise ConfigError("storage_extra", f"{config.backend} knows no {min(config.extra)}", "remove it")
+        raise ConfigError(
+            "hicache_storage_backend_extra_config",
+            f"{config.backend} knows no {min(config.extra)}",
+            "remove it",
+        )
 
 
 _STORES: dict[str, Callable[[StorageConfig], BlobStore]] = {

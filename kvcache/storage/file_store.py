@@ -68,7 +68,9 @@ class FileStore(BlobStore):
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                "storage_path", f"{directory} cannot be made: {error.strerror}", "name a writable directory"
+                "hicache_storage_path",
+                f"{directory} cannot be made: {error.strerror}",
+                "name a writable directory",
             ) from None
         self._usage: DiskUsage | None = None
         with suppress(OSError):  # it may be read-only: then nothing is written

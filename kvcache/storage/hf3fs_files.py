@@ -40,12 +40,16 @@ class Hf3fsFiles(BlobFiles):
             from hf3fs_fuse import io
         except ImportError as error:
             raise ConfigError(
-                "storage_backend", f"3FS's client cannot be loaded: {error}", "install hf3fs-py-usrbio"
+                "hicache_storage_backend",
+                f"3FS's client cannot be loaded: {error}",
+                "install hf3fs-py-usrbio",
             ) from None
         self._io: Any = io
         mount = io.extract_mount_point(str(directory))
         if mount is None:
-            raise ConfigError("storage_path", f"{directory} is not on a 3FS", "name a directory on its mount")
+            raise ConfigError(
+                "hicache_storage_path", f"{directory} is not on a 3FS", "name a directory on its mount"
+            )
         self._fsync = fsync
         self._reading = _Ring(io, mount, options, is_reading=True)
         self._writing = _Ring(io, mount, options, is_reading=False)

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from common.errors import ConfigError
-from common.options import Options, parse_options
+from common.options import Options
 from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import VISIBILITY_BYTES
@@ -45,10 +45,12 @@ class LMCacheStore(BlobStore):
 
     def __init__(self, config: StorageConfig) -> None:
         """Connections are made when they are needed. Raises ConfigError for what cannot work."""
-        options = parse_options(LMCacheOptions, config.extra)
+        options = config.options(LMCacheOptions)
         found = re.fullmatch(r"lm://([^\s:/]+):(\d+)/?", config.url)
         if found is None:
-            raise ConfigError("storage_url", f"{config.url!r} is no lm://HOST:PORT", "name the server")
+            raise ConfigError(
+                "hicache_storage_url", f"{config.url!r} is no lm://HOST:PORT", "name the server"
+            )
         self._address = found[1], int(found[2])
         self._timeout_s = options.timeout_s
         self._protocol, self._key_class = _protocol()
@@ -186,6 +188,8 @@ def _protocol() -> tuple[Any, Any]:
         from lmcache.v1 import protocol
     except ImportError as error:
         raise ConfigError(
-            "storage_backend", f"LMCache cannot be loaded: {error}", "install lmcache, without CUDA --no-deps"
+            "hicache_storage_backend",
+            f"LMCache cannot be loaded: {error}",
+            "install lmcache, without CUDA --no-deps",
         ) from None
     return protocol, CacheEngineKey

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from common.errors import ConfigError
 from common.host import LOOPBACK, local_address
-from common.options import Options, parse_options
+from common.options import Options
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.bounded_calls import BoundedCalls, GivenUp
 from kvcache.storage.config import StorageConfig
@@ -71,11 +71,15 @@ class MooncakeStore(BlobStore):
 
     def __init__(self, config: StorageConfig) -> None:
         """Raises ConfigError when the package is missing or the master does not answer."""
-        self._options = options = parse_options(MooncakeOptions, config.extra)
+        self._options = options = config.options(MooncakeOptions)
         if not re.fullmatch(r"[^\s:/]+:\d+", config.url):
-            raise ConfigError("storage_url", f"{config.url!r} is no HOST:PORT", "name mooncake_master's")
+            raise ConfigError(
+                "hicache_storage_url", f"{config.url!r} is no HOST:PORT", "name mooncake_master's"
+            )
         if 0 < config.max_bytes < _LEAST_LENT:
-            raise ConfigError("storage_size", f"{config.max_bytes} bytes are too few to lend", "lend 16 MiB")
+            raise ConfigError(
+                "hicache_storage_size", f"{config.max_bytes} bytes are too few to lend", "lend 16 MiB"
+            )
         address = local_address(options.interface)
         self._store = _store_class(address)()
         self._calls = BoundedCalls(options.timeout_s, _CALLS)
@@ -88,7 +92,7 @@ class MooncakeStore(BlobStore):
         for arena in arenas:
             if self._store.register_buffer(_address(arena), arena.nbytes) != 0:
                 raise ConfigError(
-                    "storage_backend",
+                    "hicache_storage_backend",
                     f"Mooncake cannot register {arena.nbytes} bytes",
                     "raise the limit on locked memory (ulimit -l)",
                 )
@@ -140,7 +144,7 @@ class MooncakeStore(BlobStore):
             problem = f"({error})"
         if problem:
             raise ConfigError(
-                "storage_url",
+                "hicache_storage_url",
                 f"Mooncake Store cannot be set up with the master {master} {problem}",
                 "start mooncake_master, and name its --rpc_port",
             )
@@ -291,5 +295,5 @@ def _store_class(address: str) -> Any:
         remedy = "install mooncake-transfer-engine-non-cuda (-cuda13 with CUDA 13)"
         if ".so" in str(error):
             remedy = "install the system packages libibverbs1, libnuma1 and libcurl4"
-        raise ConfigError("storage_backend", f"Mooncake cannot be loaded: {error}", remedy) from None
+        raise ConfigError("hicache_storage_backend", f"Mooncake cannot be loaded: {error}", remedy) from None
     return MooncakeDistributedStore

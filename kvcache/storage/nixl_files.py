@@ -132,10 +132,12 @@ def _agent(name: str, options: NixlOptions) -> Any:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         remedy = "install nixl-cu12 and nixl, both with --no-deps"
-        raise ConfigError("storage_backend", f"NIXL cannot be loaded: {error}", remedy) from None
+        raise ConfigError("hicache_storage_backend", f"NIXL cannot be loaded: {error}", remedy) from None
     agent = nixl_agent(name, nixl_agent_config(backends=[]))
     if "POSIX" not in agent.get_plugin_list():
-        raise ConfigError("storage_backend", "NIXL has no POSIX plug-in", "install another build of it")
+        raise ConfigError(
+            "hicache_storage_backend", "NIXL has no POSIX plug-in", "install another build of it"
+        )
     chosen = {} if options.io == "auto" else {f"use_{options.io}": "true"}
     agent.create_backend("POSIX", chosen)
     return agent

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from common.errors import ConfigError
-from common.options import Options, parse_options
+from common.options import Options
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import VISIBILITY_BYTES, key_text
@@ -47,12 +47,14 @@ class S3Store(BlobStore):
 
     def __init__(self, config: StorageConfig) -> None:
         """Nothing is asked of the server yet. Raises ConfigError for what cannot work."""
-        options = parse_options(S3Options, config.extra)
+        options = config.options(S3Options)
         parts = urlsplit(config.url)
         if parts.scheme != "s3" or not parts.netloc:
-            raise ConfigError("storage_url", f"{config.url!r} names no bucket", "give s3://BUCKET/PREFIX")
+            raise ConfigError(
+                "hicache_storage_url", f"{config.url!r} names no bucket", "give s3://BUCKET/PREFIX"
+            )
         if config.max_bytes:
-            raise ConfigError("storage_max_bytes", "s3 keeps no bound", "give the bucket a lifecycle rule")
+            raise ConfigError("hicache_storage_size", "s3 keeps no bound", "give the bucket a lifecycle rule")
         self._bucket = parts.netloc
         self._prefix = f"{parts.path.strip('/')}/".lstrip("/")
         self._timeout_s = options.timeout_s
@@ -191,7 +193,9 @@ def _client(options: S3Options) -> Any:
         from botocore.config import Config
     except ImportError as error:
         raise ConfigError(
-            "storage_backend", f"S3's client cannot be loaded: {error}", "pip install 'baton-serve[s3]'"
+            "hicache_storage_backend",
+            f"S3's client cannot be loaded: {error}",
+            "pip install 'baton-serve[s3]'",
         ) from None
     return boto3.client(
         "s3",

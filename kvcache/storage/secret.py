@@ -16,7 +16,7 @@ from kvcache.storage.seal import Sealer
 
 KEY_NAME = "baton.key"
 _KEY_BYTES = 32
-_KEY = "storage_key_file"
+_KEY = "hicache_storage_path"
 
 log = logging.getLogger(__name__)
 

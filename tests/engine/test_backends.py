@@ -112,7 +112,7 @@ def test_plain_torch_does_not_wait_for_a_gpu(with_sinks: bool) -> None:
 def test_a_backend_that_was_named_runs_or_is_refused(attention: str, head_dim: int, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
         build_attention(EngineConfig("m", attention=attention), pool_of(head_dim), 4, 1.0)
-    assert refused.value.key == "engine.attention"
+    assert refused.value.key == "attention_backend"
 
 
 def test_on_cuda_float32_takes_torch_and_a_named_flashinfer_is_refused() -> None:

@@ -176,11 +176,11 @@ def test_a_broken_config_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "key"),
     [
-        ({"dtype": "int8"}, "engine.dtype"),
-        ({"attention": "magic"}, "engine.attention"),
-        ({"linear": "x"}, "engine.linear"),
-        ({"threads": -1}, "engine.threads"),
-        ({"model": ""}, "engine.model"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"attention": "magic"}, "attention_backend"),
+        ({"linear": "x"}, "linear_backend"),
+        ({"threads": -1}, "threads"),
+        ({"model": ""}, "model"),
     ],
 )
 def test_an_impossible_option_names_its_key(fields: dict[str, Any], key: str) -> None:

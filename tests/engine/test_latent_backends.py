@@ -50,4 +50,4 @@ def test_a_backend_that_was_named_runs_or_is_refused(attention: str, device: str
     config = EngineConfig("m", attention=attention, device=device)
     with pytest.raises(ConfigError, match=problem) as refused:
         build_latent(config, pool_of(576), LAYER)
-    assert refused.value.key == "engine.attention"
+    assert refused.value.key == "attention_backend"

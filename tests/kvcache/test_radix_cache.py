@@ -422,6 +422,8 @@ def test_all_pages_names_every_cached_page() -> None:
     [
         ({"page_size": 12}, "page_size"),
         ({"max_context_len": 65}, "max_context_tokens"),
+        ({"total_tokens": 15}, "max_total_tokens"),
+        ({"state_slots": 1}, "max_mamba_cache_size"),
         ({"prefix_cache": "magic"}, "prefix_cache"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from common.errors import ConfigError
 from common.options import parse_options
 from worker.options import WorkerOptions
+
+ROOT = Path(__file__).parents[2]
+_REFUSED = re.compile(r'(?:ConfigError\(\s*|^_KEY = )"([^"]+)"', re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,15 @@ def test_refusals_name_the_key(options: dict[str, Any], key: str, words: str) ->
         parse_options(WorkerOptions, {"model": "any", **options})
     assert caught.value.key == key
     assert words in str(caught.value)
+
+
+def test_refusals_of_the_cache_and_the_engine_name_options_that_there_are() -> None:
+    """They are written where only the configuration of the room is known."""
+    sources = [path for room in ("kvcache", "engine", "kvtransfer") for path in (ROOT / room).rglob("*.py")]
+    keys = {key for path in sources for key in _REFUSED.findall(path.read_text())}
+    assert "hicache_storage_path" in keys
+    other = {"BATON_CPU_ISA", "tenants.min_share", "window_tokens"}  # the last one is set by no option
+    assert keys - other <= WorkerOptions.model_fields.keys()
 
 
 def test_the_name_in_the_api_is_the_last_part_of_the_model() -> None:

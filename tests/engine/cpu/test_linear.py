@@ -109,7 +109,7 @@ def test_what_cannot_be_packed_is_left_alone():
 def test_insisting_on_packed_layers_where_the_cpu_has_none_is_refused():
     set_isa("base")
     try:
-        with pytest.raises(ConfigError, match=r"engine.linear.*AVX2"):
+        with pytest.raises(ConfigError, match=r"^linear_backend.*AVX2"):
             CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="packed"))
         assert CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m")) is None
     finally:

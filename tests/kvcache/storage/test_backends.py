@@ -126,3 +126,5 @@ def test_a_backend_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         open_storage(StorageConfig(backend="file"))
     with pytest.raises(ConfigError, match="knows no colour"):
         open_storage(StorageConfig(backend="file", path=tmp_path, extra={"colour": 1}))
+    with pytest.raises(ConfigError, match=r"^hicache_storage_backend_extra_config.colour: unknown key"):
+        open_storage(StorageConfig(backend="nixl", path=tmp_path, extra={"colour": 1}))
