@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 from pydantic import Field, model_validator
 
@@ -109,6 +110,16 @@ class Deployment(NodeOptions):
         return self.drain_s / 0.8
 
 
+Section = TypeVar("Section", bound="RouterDeployment | WorkerDeployment")
+
+
+def _one_number(section: Section) -> Section:
+    """Serve itself takes no number of replicas that are scaled."""
+    if section.autoscaling_config is not None and "num_replicas" in section.model_fields_set:
+        raise ValueError("num_replicas has no effect with autoscaling_config: leave one of them out")
+    return section
+
+
 class RouterDeployment(Deployment):
     """The HTTP front."""
 
@@ -118,6 +129,8 @@ class RouterDeployment(Deployment):
         default=10_000, ge=1, description="requests in flight per replica, then 503"
     )
     options: RouterSettings = Field(default_factory=RouterSettings, description="the router's own options")
+
+    _scaled = model_validator(mode="after")(_one_number)
 
 
 class WorkerDeployment(Deployment):
@@ -133,12 +146,16 @@ class WorkerDeployment(Deployment):
         default_factory=WorkerSettings, description="worker options that differ from `worker`"
     )
 
+    _scaled = model_validator(mode="after")(_one_number)
+
 
 class PrefillDeployment(WorkerDeployment):
     """Prefill workers; none of them means that decode workers prefill too (colocated)."""
 
     num_replicas: int = Field(
-        default=1, ge=0, description="replicas; 0: decode workers prefill too (colocated)"
+        default=1,
+        ge=0,
+        description="replicas, when autoscaling_config is not set; 0: decode workers prefill too (colocated)",
     )
 
 

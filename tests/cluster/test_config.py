@@ -46,6 +46,16 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
             "prefill.autoscaling_config",
             "does not hold",
         ),
+        (
+            {"prefill": {"num_replicas": 0, "autoscaling_config": {"max_replicas": 2}}},
+            "prefill",
+            "num_replicas has no effect with autoscaling_config",
+        ),
+        (
+            {"router": {"num_replicas": 2, "autoscaling_config": {}}},
+            "router",
+            "num_replicas has no effect with autoscaling_config",
+        ),
         ({"roles": "dynamic", "dynamic": {"num_replicas": 1}}, "dynamic.num_replicas", "equal to 2"),
         ({"roles": "dynamic", "decode": {}}, "decode", "no effect with roles: dynamic"),
         ({"dynamic": {"num_replicas": 4}}, "dynamic", "no effect with roles: fixed"),
