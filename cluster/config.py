@@ -138,11 +138,14 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
         }
         # A replica computes with what it reserved: a fraction of a core is one thread. A fraction of a GPU is
         # that fraction of its memory.
-        default: dict[str, Any] = {"threads": max(1, int(section.num_cpus)), "tenants": shares}
+        found: dict[str, Any] = {"threads": max(1, int(section.num_cpus)), "tenants": shares}
         if 0 < section.num_gpus < 1:
-            default["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * section.num_gpus
+            found["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * section.num_gpus
+        for options in (self.worker, one.worker, section.options):
+            threads = found["threads"] if options.threads is None else options.threads  # None says nothing
+            found |= {**options.given(), "threads": threads}
         return WorkerOptions(
-            **{**default, **self.worker.given(), **one.worker.given(), **section.options.given()},
+            **found,
             **self._sockets(),
             model=one.model,
             served_model_name=one.model_name,

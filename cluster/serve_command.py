@@ -196,7 +196,7 @@ def share_machine(config: ServeConfig) -> ServeConfig:
     changes: dict[str, Any] = {}
     said = [config.worker, *(one.worker for one in config.served)]
     said += [section.options for section in sections.values()]
-    if not any("threads" in options.model_fields_set for options in said):
+    if all(options.threads is None for options in said):
         threads = max(1, (os.cpu_count() or 1) // workers)
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = len(gpus_found())

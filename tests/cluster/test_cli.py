@@ -269,6 +269,7 @@ def test_every_refusal_is_one_line_and_exit_code_2(
         ({"decode": {"num_replicas": 3}}, 2, 0.5),
         ({"decode": {"num_replicas": 2}}, 2, 0.5),
         ({"prefill": {"num_replicas": 0}}, 8, 1.0),
+        ({"worker": {"threads": None}, "decode": {"options": {"threads": None}}}, 4, 1.0),
         ({"worker": {"threads": 5}, "decode": {"num_gpus": 2}}, 5, 2),
         ({"roles": "dynamic", "dynamic": {"num_replicas": 4}}, 2, 0.5),
     ],
@@ -280,6 +281,7 @@ def test_workers_share_the_machine(
     monkeypatch.setattr("cluster.serve_command.gpus_found", lambda: ["gpu0", "gpu1"])
     config = share_machine(parse_config({"model": "m", **raw}))
     assert config.worker.threads == threads
+    assert config.worker_options(list(config.worker_sections())[-1]).threads == threads
     assert list(config.worker_sections().values())[-1].num_gpus == gpus
 
 

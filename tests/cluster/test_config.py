@@ -95,7 +95,7 @@ def test_worker_options_are_shared_then_overridden() -> None:
         {
             "model": "models/tiny",
             "cluster_secret_file": "/etc/baton/cluster_secret",
-            "worker": {"max_total_tokens": 1024, "max_running_requests": 4},
+            "worker": {"max_total_tokens": 1024, "max_running_requests": 4, "threads": None},
             "decode": {"num_cpus": 2.5, "options": {"max_running_requests": 8}},
         }
     )
