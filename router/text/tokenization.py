@@ -18,7 +18,7 @@ from router.text.control_tokens import ControlTokens
 from router.text.detokenize import DetokenizerFactory
 from router.text.json_files import read_json
 from router.text.tiktoken_encoder import TiktokenEncoder
-from router.text.tokenizer_classes import rebuild, special_defaults
+from router.text.tokenizer_classes import rebuild, rebuilt_class, special_defaults
 
 _MOST_NORMALIZED = 4  # bytes of a text for each that is left of it
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -41,10 +41,11 @@ class Tokenization:
             raise ConfigError("model", f"{path} is not a tokenizer ({error})", "repair it") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        declared = config.get("tokenizer_class") or ""
-        rebuild(self.tokenizer, declared, config)
+        model_type = read_json(model / "config.json").get("model_type")
+        rebuilt = rebuilt_class(self.tokenizer, config.get("tokenizer_class") or "", model_type)
+        rebuild(self.tokenizer, rebuilt, config)
         self.special_tokens = {
-            **special_defaults(declared),
+            **{name: text for name, text in special_defaults(rebuilt).items() if name not in config},
             **_named_tokens(config, read_json(model / "special_tokens_map.json")),
         }
         _add_missing_tokens(self.tokenizer, config, self.special_tokens)

@@ -2,6 +2,7 @@
 
 For a class named here transformers keeps the vocabulary, the merges and the post-processor of the file and
 replaces the rest. This module does the same; otherwise token ids would differ for files of other versions.
+For some models, and for a file that is not of the class's kind, it takes the file as it is.
 """
 
 from __future__ import annotations
@@ -21,21 +22,37 @@ _QWEN_SPLIT = (
 )
 
 
-def special_defaults(declared: str) -> dict[str, str]:
+_KEEP_THEIR_FILE = frozenset({"mistral", "mixtral", "phi3"})
+"""Values of model_type for which transformers takes the file as it is, whatever class is declared."""
+
+
+def rebuilt_class(tokenizer: Tokenizer, declared: str, model_type: str | None) -> str:
+    """The class here that transformers makes of the declared one; "": it takes the file as it is."""
+    name = declared.removesuffix("Fast")
+    if model_type in _KEEP_THEIR_FILE or name not in _REBUILDERS:
+        return ""
+    if name == "LlamaTokenizer" and _is_byte_level(tokenizer):
+        return ""  # a Llama 3 or DeepSeek file under Llama 2's class name
+    return name
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    return "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("pre_tokenizer"))
+
+
+def special_defaults(rebuilt: str) -> dict[str, str]:
     """Special tokens that a class has if the configuration does not name them."""
-    return _DEFAULTS.get(declared.removesuffix("Fast"), {})
+    return _DEFAULTS.get(rebuilt, {})
 
 
-def rebuild(tokenizer: Tokenizer, declared: str, config: dict[str, Any]) -> None:
-    """Change a tokenizer as transformers does for the class `declared` in its configuration."""
-    change = _REBUILDERS.get(declared.removesuffix("Fast"))
+def rebuild(tokenizer: Tokenizer, rebuilt: str, config: dict[str, Any]) -> None:
+    """Change a tokenizer as transformers does for a class of this module."""
+    change = _REBUILDERS.get(rebuilt)
     if change is not None:
         change(tokenizer, config)
 
 
 def _llama(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    if "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("pre_tokenizer")):
-        return  # a Llama 3 file under Llama 2's class name, which transformers leaves as it is
     prefixed = config.get("add_prefix_space")
     prefixed = True if prefixed is None else bool(prefixed)
     scheme = ("always" if config.get("legacy", False) else "first") if prefixed else "never"

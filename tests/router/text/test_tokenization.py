@@ -25,11 +25,42 @@ def _tiny(family: str, directory: Path) -> Path:
     return make_tiny(family, directory, seed=1)
 
 
+def _of_model(
+    path: Path, model_type: str, make: Callable[..., Path], tokenizer_class: str, **settings: Any
+) -> Path:
+    """A tokenizer with a config.json of `model_type` beside it, and more in its configuration."""
+    make(path, tokenizer_class=tokenizer_class)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = json.loads((path / "tokenizer_config.json").read_text()) | settings
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen": lambda path: byte_level(path, tokenizer_class="Qwen2Tokenizer"),
     "llama3": lambda path: byte_level(path, bos=True),
     "llama2": lambda path: byte_fallback(path, tokenizer_class="LlamaTokenizer"),
     "mistral": byte_fallback,
+    **{
+        f"{model_type}-llama2": partial(
+            _of_model,
+            model_type=model_type,
+            make=byte_fallback,
+            tokenizer_class="LlamaTokenizer",
+            legacy=False,
+        )
+        for model_type in ("llama", "mistral", "mixtral", "phi3", "deepseek_v2")
+    },
+    "deepseek": partial(
+        _of_model,
+        model_type="deepseek_v3",
+        make=byte_level,
+        tokenizer_class="LlamaTokenizerFast",
+        unk_token=None,
+    ),
+    "no-unk": partial(
+        _of_model, model_type="qwen3", make=byte_level, tokenizer_class="Qwen2Tokenizer", unk_token=None
+    ),
     "demo": lambda _: DEMO_MODEL,
     **{f"oracle-{family}": partial(_tiny, family) for family in TINY_FAMILIES},
 }
@@ -57,7 +88,16 @@ def pair(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Hello, world!", "  two  spaces", "naïve 東京 🙂\n\n", "<s> <|im_end|> <extra>"]
+    "text",
+    [
+        "",
+        "Hello, world!",
+        "  two  spaces",
+        "naïve 東京 🙂\n\n",
+        "<s> <|im_end|> <extra>",
+        "<extra>a</s>b <unk>",
+        "<|endoftext|>",
+    ],
 )
 def test_text(pair: tuple[Tokenization, Any], text: str) -> None:
     ours, theirs = pair
