@@ -15,8 +15,10 @@ from cluster.host_lock import once_per_host
 from cluster.weights import local_copy
 from common.errors import ConfigError
 
-TOKENIZER_FILES = ("*.json", "*.jinja")
+TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+_NEVER_READ = ("*/*.safetensors", "consolidated*.safetensors")
+"""The weights once more, as their makers store them: gpt-oss' folder original, Mistral's consolidated."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Fetch = Callable[[str, tuple[str, ...]], str]
@@ -25,7 +27,7 @@ Fetch = Callable[[str, tuple[str, ...]], str]
 
 def fetch_from_hub(model: str, files: tuple[str, ...]) -> str:
     """Download to Hugging Face's cache what is not there yet. A part of a file has another name there."""
-    return str(snapshot_download(model, allow_patterns=list(files)))
+    return str(snapshot_download(model, allow_patterns=list(files), ignore_patterns=list(_NEVER_READ)))
 
 
 def model_directory(
@@ -66,5 +68,5 @@ def _downloads(model: str, files: tuple[str, ...]) -> AbstractContextManager[Non
     cache = Path(constants.HF_HUB_CACHE)
     if cache.is_dir() and not os.access(cache, os.W_OK):
         return nullcontext()
-    kinds = "-".join(pattern.removeprefix("*.") for pattern in files)
+    kinds = "-".join(pattern.rpartition("*.")[2] for pattern in files)
     return once_per_host(cache / ".locks" / f"baton--{model.replace('/', '--')}--{kinds}.lock")
