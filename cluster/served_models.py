@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from cluster.config import ServeConfig
 from common.errors import ConfigError
 from engine.gate import check_model
+from engine.model_config import read_config
 from engine.text_part import text_part
 from router.text.output_formats import check_parsers
 from router.text.sampling_defaults import read_defaults
@@ -27,7 +26,7 @@ def check_models(config: ServeConfig) -> None:
         if fake:
             continue
         try:
-            found = AutoConfig.from_pretrained(directory, local_files_only=True)
+            found = read_config(directory, local=True)
         except (OSError, ValueError) as error:
             raise ConfigError("model", f"{directory}: {error}", "give a checkpoint of a causal LM") from None
         check_model(text_part(found))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers.utils import cached_file, is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
+from engine.model_config import read_config
 from engine.module_replacements import (
     apply_replacements,
     check_weight_dtype,
@@ -76,7 +77,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     local = _is_directory(config.model)
     try:
-        whole = AutoConfig.from_pretrained(config.model, local_files_only=local)
+        whole = read_config(config.model, local)
     except (OSError, ValueError) as error:
         raise _unreadable(config.model, error) from error
     hf_config = text_part(whole)

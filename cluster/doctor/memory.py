@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig
 
 from common.errors import ConfigError
 from engine.checkpoint.base import Format
@@ -19,6 +18,7 @@ from engine.checkpoint.formats import stored_format
 from engine.checkpoint.reader import weight_files
 from engine.families.base import Dtypes
 from engine.gate import check_model
+from engine.model_config import read_config
 from kvcache.config import CacheConfig
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -35,7 +35,7 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     Raises ConfigError for a model that cannot be read or is not supported.
     """
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = read_config(directory, local=True)
     except (OSError, ValueError) as error:
         raise ConfigError("model", f"config.json cannot be used: {error}", "repair the checkpoint") from None
     family = check_model(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,28 @@ def test_a_broken_config_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"max_position_embeddings": 2048.5}, "max_position_embeddings"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "no_such_rope"}}, "no_such_rope"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+    ],
+)
+def test_a_field_that_transformers_cannot_use_is_a_config_error(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Before any weight is read, and in one line that names the field."""
+    config = json.loads((make_tiny("llama", tmp_path / "good", 0) / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=named) as refused:
+        load_model(EngineConfig(str(tmp_path)))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
