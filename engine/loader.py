@@ -35,6 +35,7 @@ from engine.module_replacements import (
     replacement_table,
     takes_stored_weights,
 )
+from engine.positions import longest_context
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
 from kvcache.layout import GroupSpec, stored_as
@@ -96,7 +97,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     spec = ModelSpec(
         groups=groups,
         vocab_size=hf_config.vocab_size,
-        max_position=hf_config.max_position_embeddings,
+        max_position=longest_context(hf_config),
         eos_token_ids=_eos_token_ids(model, hf_config),
         fingerprint=_fingerprint(model, hf_config, _weights_name(config, dtype)),
         model_type=hf_config.model_type,

@@ -19,6 +19,7 @@ from engine.checkpoint.reader import weight_files
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
+from engine.positions import longest_context
 from kvcache.config import CacheConfig
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -47,7 +48,7 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     if options.max_total_tokens is not None or free is None:
         return weights + _pool_bytes(options, groups, options.max_total_tokens or 0)
     share = max(0, int((free - weights) * options.kv_memory_fraction))
-    most = _pool_bytes(options, groups, options.max_running_requests * text.max_position_embeddings)
+    most = _pool_bytes(options, groups, options.max_running_requests * longest_context(text))
     return weights + min(share, most)
 
 

@@ -22,6 +22,7 @@ from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers, TellsReadRows
+from engine.positions import longest_context
 
 MODELS = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
@@ -208,9 +209,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 def _rotary_table(model: Any) -> torch.Tensor:
     """float32 [positions, head_dim]: cosines, then sines, of each position."""
     frequencies = model.rotary_emb.inv_freq.float()
-    positions = torch.arange(
-        model.config.max_position_embeddings, dtype=torch.float32, device=frequencies.device
-    )
+    positions = torch.arange(longest_context(model.config), dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
     table: torch.Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * model.rotary_emb.attention_scaling
     return table

@@ -221,6 +221,35 @@ def test_spec_says_what_the_checkpoint_says(tmp_path: Path) -> None:
     assert str(group.dtype) == str(spec.dtype) == "torch.bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "yarn", "factor": 4.0}, 8192),
+        ({"type": "linear", "factor": 4.0}, 2048),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+            2048,
+        ),
+    ],
+)
+def test_yarn_stretches_the_context(scaling: dict[str, Any] | None, positions: int, tmp_path: Path) -> None:
+    """Added as Qwen's model cards say: max_position_embeddings stays what it was."""
+    path = make_tiny("qwen2", tmp_path, 0)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    (path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    assert load_model(EngineConfig(str(path))).spec.max_position == positions
+
+
 def test_fingerprint_tells_weights_and_dtypes_apart_and_nothing_else(tmp_path: Path) -> None:
     def fingerprint(family: str, seed: int, where: str = "a", **options: Any) -> str:
         path = make_tiny(family, tmp_path / where, seed)
