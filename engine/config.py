@@ -22,7 +22,7 @@ class EngineConfig:
     """The engine's options. Raises ConfigError for an invalid value, by the name of the worker's option."""
 
     model: str  # a directory with config.json and safetensors, or a hub id
-    dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
+    dtype: str = "auto"  # of weights and KV; "auto": that of config.json, or of the files
     weight_dtype: str = "auto"  # of linear layers. "auto": as stored, bfloat16 coded; "int8": rounded at load
     kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
     generation_config: str = "auto"  # a folder that lists the end tokens; "auto", "vllm": `model` does

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import read_weights
+from engine.checkpoint.reader import plain_dtype, read_weights, weight_files
 from engine.checkpoint.stored import StoredTensor, dequantise_parameters, move_parameters
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
@@ -83,7 +83,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise _unreadable(config.model, error) from error
     hf_config = text_part(whole)
     family = check_model(hf_config)
-    dtype = _dtype(config, hf_config)
+    dtype = _dtype(config, hf_config, local)
     check_weight_dtype(config, dtype)
     model = _read(config, hf_config, dtype, local, is_part=hf_config is not whole)
     move_parameters(model, torch.device(config.device))
@@ -179,11 +179,16 @@ def _unreadable(model: str, error: Exception) -> ConfigError:
     )
 
 
-def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
-    if config.dtype == "auto":
-        return hf_config.dtype or torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
+def _dtype(config: EngineConfig, hf_config: Any, local: bool) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    if isinstance(hf_config.dtype, torch.dtype):
+        return hf_config.dtype
+    try:  # gpt-oss' config.json has none
+        return plain_dtype(weight_files(config.model, local))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(config.model, error) from error
 
 
 def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer, ...]:

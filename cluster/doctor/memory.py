@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from common.errors import ConfigError
 from engine.checkpoint.base import Format
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import weight_files
+from engine.checkpoint.reader import plain_dtype, weight_files
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
@@ -41,7 +42,7 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
         raise ConfigError("model", f"config.json cannot be used: {error}", "repair the checkpoint") from None
     family = check_model(config)
     text = config.get_text_config()
-    dtype = _dtype(options, text)
+    dtype = _dtype(options, text, directory)
     served = _Served(dtype, stored_format(config), _keeps(options, dtype, free is None), options.weight_dtype)
     weights = sum(served.nbytes(*tensor) for path in _files(directory) for tensor in _tensors(path))
     groups = stored_as(family.groups(config, Dtypes(dtype, dtype)), KVFormat(options.kv_cache_dtype))
@@ -70,12 +71,18 @@ def _pool_bytes(options: WorkerOptions, groups: tuple[GroupSpec, ...], tokens: i
     return int(nbytes)
 
 
-def _dtype(options: WorkerOptions, config: Any) -> torch.dtype:
+def _dtype(options: WorkerOptions, config: Any, directory: Path) -> torch.dtype:
     if options.dtype != "auto":
         named = getattr(torch, options.dtype)
         assert isinstance(named, torch.dtype)
         return named
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    files = _files(directory)
+    try:
+        return plain_dtype(files)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("model", f"its weights cannot be read: {error}", "repair the checkpoint") from None
 
 
 def _keeps(options: WorkerOptions, dtype: torch.dtype, on_gpu: bool) -> bool:

@@ -7,7 +7,9 @@ doubles that of a model whose weights are converted or rearranged after loading.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
+_SERVED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8")
 """Numbers that are no weights without a scale. Tensors other than weights may be bytes, words or booleans."""
 _OF_ACTIVATIONS = ("input_zero_point", "output_zero_point")
@@ -83,7 +86,7 @@ def read_weights(
     paths = weight_files(model, local)
     progress = StartProgress("weights read", sum(Path(path).stat().st_size for path in paths))
     for path in paths:
-        file: Any = safe_open(path, framework="pt", backend="pread")
+        file = _opened(path)
         names = file.keys()
         stored |= {name: CountedTensor(file.get_slice(name), progress) for name in names}
     weights: dict[str, Stored | QuantisedWeight] = dict(stored)
@@ -111,6 +114,24 @@ def _put_together(
             raise ValueError(f"{name} is there, but not {', '.join(missing)}")
         found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
         weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
+
+
+def _opened(path: str | Path) -> Any:
+    return safe_open(path, framework="pt", backend="pread")
+
+
+def plain_dtype(paths: Iterable[str | Path]) -> torch.dtype:
+    """The dtype of most bytes of plain numbers in these files; float32 if there are none.
+
+    Only headers are read. Raises OSError or SafetensorError for files that are missing or damaged.
+    """
+    numbers: Counter[torch.dtype] = Counter()
+    for path in paths:
+        file = _opened(path)
+        for tensor in map(file.get_slice, file.keys()):
+            if dtype := _SERVED.get(tensor.get_dtype()):
+                numbers[dtype] += math.prod(tensor.get_shape()) * dtype.itemsize
+    return max(numbers, key=numbers.__getitem__, default=torch.float32)
 
 
 def weight_files(model: str, local: bool) -> list[str]:

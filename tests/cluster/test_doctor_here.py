@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
 from cluster.doctor import gather as gathering
@@ -248,6 +248,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     """Of a format: a quantised model, and the same in float32."""
     directory = tmp_path_factory.mktemp("quantised")
     return lambda form: write("gpt_oss" if form == "mxfp4" else "qwen3", directory, 0, form)
+
+
+def test_a_model_whose_config_has_no_dtype_is_served_in_that_of_its_files(tmp_path: Path) -> None:
+    stored, _ = write("gpt_oss", tmp_path, 0, "mxfp4")
+    config = json.loads((stored / "config.json").read_text())
+    del config["dtype"]
+    (stored / "config.json").write_text(json.dumps(config))
+    for path in stored.glob("*.safetensors"):
+        tensors = load_file(path)
+        halved = {
+            name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors.items()
+        }
+        save_file(halved, path, {"format": "pt"})
+    assert weights_of(stored) == weights_of(stored, dtype="bfloat16") < weights_of(stored, dtype="float32")
 
 
 @pytest.mark.parametrize("form", FORMATS)
