@@ -143,18 +143,23 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             device_map={"": config.device} if direct else None,
+            ignore_mismatched_sizes=True,  # else transformers says by the log alone which they are
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: another shape
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: parts do not fit
         raise _unreadable(config.model, error) from error
     return_freed_memory()  # of what was dequantised or merged
     own = config.generation_config in ("auto", "vllm")
     source = config.model if own else config.generation_config
     with contextlib.suppress(OSError):  # a checkpoint may have none; the router refuses other folders
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=local or not own)
-    if report["missing_keys"]:  # transformers initialises them at random
+    # transformers initialises these at random
+    if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        problem = f"{name} is {tuple(stored)}, and by config.json {tuple(wanted)}"
+        raise _unreadable(config.model, ValueError(problem))
     return model
 
 

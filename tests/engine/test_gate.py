@@ -159,11 +159,20 @@ def cut_short(weights: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-@pytest.mark.parametrize("damage", [without_a_norm, with_another_shape, cut_short])
-def test_damaged_weights_are_a_config_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (without_a_norm, r"no weights for model\.norm\.weight"),
+        (with_another_shape, r"model\.norm\.weight is \(3,\), and by config\.json \(64,\)"),
+        (cut_short, ""),
+    ],
+)
+def test_damaged_weights_are_a_config_error(
+    damage: Callable[[Path], None], named: str, tmp_path: Path
+) -> None:
     path = make_tiny("llama", tmp_path, 0)
     damage(path / "model.safetensors")
-    with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+    with pytest.raises(ConfigError, match=rf"cannot be loaded \({named}") as refused:
         load_model(EngineConfig(str(path)))
     assert "\n" not in str(refused.value)
 
