@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -149,10 +148,8 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool,
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: parts do not fit
         raise _unreadable(config.model, error) from error
     return_freed_memory()  # of what was dequantised or merged
-    own = config.generation_config in ("auto", "vllm")
-    source = config.model if own else config.generation_config
-    with contextlib.suppress(OSError):  # a checkpoint may have none; the router refuses other folders
-        model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=local or not own)
+    if (generation := _generation_config(config, local)) is not None:
+        model.generation_config = generation
     # transformers initialises these at random
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -161,6 +158,21 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool,
         problem = f"{name} is {tuple(stored)}, and by config.json {tuple(wanted)}"
         raise _unreadable(config.model, ValueError(problem))
     return model
+
+
+def _generation_config(config: EngineConfig, local: bool) -> GenerationConfig | None:
+    """None: a checkpoint may have none, and the router refuses other folders. Raises ConfigError."""
+    own = config.generation_config in ("auto", "vllm")
+    source = config.model if own else config.generation_config
+    try:
+        return GenerationConfig.from_pretrained(source, local_files_only=local or not own)
+    except OSError:
+        return None
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            "generation_config", f"generation_config.json of {source}: {said}", "repair it"
+        ) from error
 
 
 def _is_directory(model: str) -> bool:
