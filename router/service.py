@@ -47,6 +47,7 @@ from router.streams.client_holds import ClientHolds
 from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.generation import Answer, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
+from router.streams.large_answers import LargeAnswers
 from router.streams.request_log import RequestLog
 from router.streams.resume import ResumeTokens, Resumption
 from router.streams.resumed_output import Resumed, ResumedOutput
@@ -114,6 +115,7 @@ class Router:
             options.private_prompt_hook, options.private_prompt_hook_s, registry
         )
         self.grammars = GrammarChecks()
+        self.large_answers = LargeAnswers()
         self.resume_tokens = ResumeTokens(options, secret)
         self._mailbox = LoopMailbox(
             options.interface, curve, self._on_mail, self._on_peer, options.ports.of("mailboxes")
@@ -178,6 +180,7 @@ class Router:
         self._long_texts.close()
         self.interrupt()
         self.grammars.close()
+        self.large_answers.close()
         self._dispatcher.close()
         self.membership.close()
         self._processes.close()

@@ -44,3 +44,8 @@ class Collection:
             collected.prompt_logprobs = delta.prompt_logprobs
         collected.pooled = delta.pooled or collected.pooled
         collected.finish, collected.matched = delta.finish, delta.matched
+
+    def logprobs(self) -> int:
+        """How many log-probabilities there are, about: of the tokens, and of the alternatives of each."""
+        named = (entries for one in self.choices for entries in (one.logprobs, one.prompt_logprobs))
+        return sum(len(entries) * (1 + len(entries[0].top)) for entries in named if entries)

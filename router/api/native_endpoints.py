@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,7 @@ from router.api.answering import (
     make_submission,
     stream,
 )
-from router.api.asgi import HttpRequest
+from router.api.asgi import JSON, HttpRequest
 from router.api.chat_fields import ChatFields, Messages
 from router.api.collection import Collection
 from router.api.native_answers import NativeEvents, OutputLogprobs, answer_of
@@ -117,15 +117,19 @@ async def _whole(
     with generating(router, request, submission, router.assign(submission), collection) as generation:
         while await generation.more():
             pass
-        if not generation.abandoned:
+        if generation.abandoned:
+            return
+
+        def write() -> bytes:
             answers = []
             for counts, collected in zip(generation.choices, collection.choices, strict=True):
                 logprobs = OutputLogprobs()
                 logprobs.add(OutputDelta(collected.tokens, collected.logprobs or None))
-                answers.append(answer_of(submission, counts, collected, logprobs, scored_from))
-                if collected.logprobs:
-                    await asyncio.sleep(0)  # others have their turns: a batch of these takes long
-            await request.respond_json(answers if as_list else answers[0])
+                answer = answer_of(submission, counts, collected, logprobs, scored_from)
+                answers.append(msgspec.Raw(msgspec.json.encode(answer)))
+            return msgspec.json.encode(answers if as_list else answers[0])
+
+        await request.respond(200, await router.large_answers.written(collection.logprobs(), write), [JSON])
 
 
 async def health_generate(router: Router, request: HttpRequest) -> None:

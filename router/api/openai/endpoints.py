@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from router.api.answering import encode_prompts, generating, is_batch, make_submission, stream
-from router.api.asgi import HttpRequest
+from router.api.asgi import JSON, HttpRequest
 from router.api.collection import Collection
 from router.api.event_ids import EventIds
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
@@ -121,17 +121,6 @@ async def _answer(
     await stream(router, request, submission, style.form, writer)
 
 
-async def choices_of(style: Style, collection: Collection, submission: Submission) -> list[dict[str, Any]]:
-    """The choices of a whole answer. Log-probabilities of a batch's prompts take a second: others have their
-    turns meanwhile."""
-    choices = []
-    for index, one in enumerate(collection.choices):
-        choices.append(style.choice(index, one, submission))
-        if one.logprobs or one.prompt_logprobs:
-            await asyncio.sleep(0)
-    return choices
-
-
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:
     collection = Collection(submission.choice_count)
     with generating(router, request, submission, router.assign(submission), collection) as generation:
@@ -139,15 +128,21 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
             pass
         if generation.abandoned:
             return
-        choices = await choices_of(style, collection, submission)
-        await request.respond_json(
-            {
-                "id": style.id_prefix + request.request_id,
-                "object": style.object_name,
-                "created": int(time.time()),
-                "model": submission.model,
-                "choices": choices,
-                "usage": style.usage(generation),
-                **style.beside_choices(submission, collection.choices[0].prompt_logprobs),
-            }
-        )
+
+        def write() -> bytes:
+            told = (style.choice(index, one, submission) for index, one in enumerate(collection.choices))
+            # In parts: nothing else runs while one is encoded.
+            choices = [msgspec.Raw(msgspec.json.encode(choice)) for choice in told]
+            return msgspec.json.encode(
+                {
+                    "id": style.id_prefix + request.request_id,
+                    "object": style.object_name,
+                    "created": int(time.time()),
+                    "model": submission.model,
+                    "choices": choices,
+                    "usage": style.usage(generation),
+                    **style.beside_choices(submission, collection.choices[0].prompt_logprobs),
+                }
+            )
+
+        await request.respond(200, await router.large_answers.written(collection.logprobs(), write), [JSON])

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from router.api.collection import Collection
-from router.api.openai.answers import Style
-from router.api.openai.endpoints import choices_of
 from router.api.openai.logprobs import TextOffsets, TokenNames, completion_logprobs
-from router.streams.generation import Submission
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import sse_events
 from wire.codec import pack_tokens
 from wire.records import Role
-from wire.request import SamplingParams, TokenLogprobs
+from wire.request import TokenLogprobs
 
 CHAT: list[Any] = [{"role": "user", "content": "Hello there"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -138,28 +133,6 @@ def test_a_prompts_tokens_have_log_probabilities(router: RouterProcess, several:
         assert all(1 <= len(entry) <= several + 1 for entry in told[1:])
         without = post(router, path, **prompt, max_tokens=1)
         assert (without if path == CHATS else without["choices"][0]).get("prompt_logprobs") is None
-
-
-def test_choices_with_log_probabilities_leave_other_requests_their_turns() -> None:
-    told: list[int] = []
-
-    class Quick:
-        def choice(self, index: int, *_: object) -> dict[str, Any]:
-            told.append(index)
-            return {"index": index}
-
-    async def run() -> None:
-        seen: list[int] = []
-        asyncio.get_running_loop().call_soon(lambda: seen.append(len(told)))
-        collection = Collection(100)
-        for choice in collection.choices:
-            choice.prompt_logprobs = [TokenLogprobs(-0.5)]
-        submission = Submission(request_id="r", prompts=[[1, 2]], sampling=SamplingParams(), n=100)
-        choices = await choices_of(cast(Style, Quick()), collection, submission)
-        assert [choice["index"] for choice in choices] == told == list(range(100))
-        assert seen == [1]
-
-    asyncio.run(run())
 
 
 def test_offsets_in_a_stream_are_those_of_a_whole_answer(

@@ -137,6 +137,27 @@ def test_logprobs_of_completions(service: Service) -> None:
     assert logprobs.text_offset[0] == 0
 
 
+def test_answers_with_many_logprobs_are_complete(service: Service, tokenization: Tokenization) -> None:
+    """More than the event loop writes by itself."""
+    router, *_ = service
+    tokens = expected_tokens(pack_tokens(tokenization.encode("Hello")), 60, choice=7)
+    body = {"prompt": "Hello", "n": 8, "max_tokens": 60, "logprobs": 20}
+    choices = router.http.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(8))
+    told = choices[7]["logprobs"]
+    assert told["token_logprobs"] == [-0.25] * 60
+    names = [tokenization.detokenizers.token_bytes(token) for token in tokens]
+    plain = [
+        (name.decode(), given) for name, given in zip(names, told["tokens"], strict=True) if name.isascii()
+    ]
+    assert all(name == given for name, given in plain)
+    sampling = {"max_new_tokens": 60, "n": 8}
+    body = {"text": "Hello", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20}
+    answer = router.http.post("/generate", json=body).json()[7]
+    assert answer["output_ids"] == tokens
+    assert [len(top) for top in answer["meta_info"]["output_top_logprobs"]] == [20] * 60
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
     service: Service, tokenization: Tokenization, stream: bool
