@@ -97,9 +97,14 @@ class Membership:
                 self._on_view(message, now)
         elif isinstance(message, AssignedLoads):
             self.peers.take(mail.sender, message, now)
-        elif self._server is None or not self._server.handle(mail, now):
+        elif self._server is None or not self._server.take(mail, now):
             return False
         return True
+
+    def publish(self, now: float) -> None:
+        """Messages have been taken, and no other is there: tell the directory's watchers."""
+        if self._server is not None:
+            self._server.publish(now)
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A peer of this router's mailbox has come up or gone down."""

@@ -347,6 +347,7 @@ class Router:
                 self._take(mail, now)
             except Exception:  # others wait for the rest of the batch
                 log.exception("%s from %s cannot be taken", type(mail.message).__name__, mail.sender)
+        self.membership.publish(now)
 
     def _take(self, mail: Mail, now: float) -> None:
         self._unanswered.heard(mail.sender)

@@ -101,9 +101,11 @@ class Supervisor:
                 self._take(mail, now)
             except Exception:  # others wait for the rest of the batch
                 log.exception("%s from %s cannot be taken", type(mail.message).__name__, mail.sender)
+        if self._directory is not None:
+            self._directory.publish(now)
 
     def _take(self, mail: Mail, now: float) -> None:
-        if self._directory is not None and self._directory.handle(mail, now):
+        if self._directory is not None and self._directory.take(mail, now):
             return
         if isinstance(mail.message, Inspected):
             self._inspections.answer(mail.message)

@@ -84,8 +84,9 @@ class DirectoryServer:
         self._next_loads_at = 0.0
         self._quiet = QuietLog(log)
 
-    def handle(self, mail: Mail, now: float) -> bool:
-        """Take a message to the directory. Returns False for any other."""
+    def take(self, mail: Mail, now: float) -> bool:
+        """Take a message to the directory. Returns False for any other. Call `publish` after the last one of
+        those that have come: a View for each of many workers that join would list all of them each time."""
         message = mail.message
         if isinstance(message, Join):
             joined = self._directory.join(message, now)
@@ -104,7 +105,6 @@ class DirectoryServer:
                 self._quiet.warning("%s is no %s worker: %s", message.worker, message.role, message.problem)
         else:
             return False
-        self._publish(now)
         return True
 
     def tick(self, now: float) -> None:
@@ -118,13 +118,29 @@ class DirectoryServer:
             if watcher.until < now:
                 del self._watchers[address]
                 self._watchers_changed = True
-        self._publish(now)
+        self.publish(now)
+
+    def publish(self, now: float) -> None:
+        """Tell the watchers what has changed, if that is due."""
+        if now < self._directory.settles_at:
+            return
+        changed = self._watchers_changed or self._settings_changed
+        membership = changed or self._directory.version != self._told_version
+        if not membership and not (self._load_changed and now >= self._next_loads_at):
+            return
+        if self._settings_changed:
+            self._tell_workers()
+        self._told_version = self._directory.version
+        self._load_changed = self._watchers_changed = self._settings_changed = False
+        self._next_loads_at = now + _LOAD_INTERVAL_S
+        for address in self._watchers:
+            self._send_view(address)
 
     def say(self, said: Settings, now: float) -> None:
         """Tell all what the directory's owner says. Nothing new changes nothing."""
         self._learn(said)
         if self._settings_changed:
-            self._publish(now)
+            self.publish(now)
 
     def records(self, now: float) -> list[WorkerRecord]:
         """The live workers; none while workers of an earlier directory may be on their way back."""
@@ -152,21 +168,6 @@ class DirectoryServer:
         else:
             log.warning("worker %s at %s was replaced, and is refused", answer.worker, worker)
         self._send(worker, answer)
-
-    def _publish(self, now: float) -> None:
-        if now < self._directory.settles_at:
-            return
-        changed = self._watchers_changed or self._settings_changed
-        membership = changed or self._directory.version != self._told_version
-        if not membership and not (self._load_changed and now >= self._next_loads_at):
-            return
-        if self._settings_changed:
-            self._tell_workers()
-        self._told_version = self._directory.version
-        self._load_changed = self._watchers_changed = self._settings_changed = False
-        self._next_loads_at = now + _LOAD_INTERVAL_S
-        for address in self._watchers:
-            self._send_view(address)
 
     def _watch(self, router: str, message: Watch, now: float) -> None:
         watcher = self._watchers.get(router)
@@ -279,7 +280,7 @@ class DirectoryHost:
             raise RuntimeError("a thread of the directory's mailbox has ended")
         now = time.monotonic()
         for one in mail:
-            if not self._server.handle(one, now):
+            if not self._server.take(one, now):
                 self._quiet.warning("the directory does not take %s", type(one.message).__name__)
         self._server.tick(now)
         orders = self._assign_roles(self._server.records(now), self._server.settings, now)

@@ -67,7 +67,8 @@ class Network:
     def to_directory(self, router: OneRouter) -> Callable[[str, AnyMessage], None]:
         def send(_: str, message: AnyMessage) -> None:
             if self.reachable:
-                self.server.handle(Mail(str(self.routers.index(router)), message), self.now)
+                self.server.take(Mail(str(self.routers.index(router)), message), self.now)
+                self.server.publish(self.now)
 
         return send
 
@@ -78,7 +79,8 @@ class Network:
                 router.client.tick(self.now)
             if self.worker_lives:
                 announce = Announce(record("p0"), settings=self.worker)
-                self.server.handle(Mail("tcp://p0", announce), self.now)
+                self.server.take(Mail("tcp://p0", announce), self.now)
+                self.server.publish(self.now)
             self.server.tick(self.now)
 
     def all_have(self, weights: Weights) -> bool:

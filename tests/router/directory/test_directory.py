@@ -270,6 +270,24 @@ def test_over_mailboxes_a_dead_worker_leaves_the_view(secret: str | None) -> Non
         assert ids_seen(watcher, lambda ids: ids == [])
 
 
+def test_workers_that_join_together_are_told_together() -> None:
+    """A View for each of 200 workers would list all of them each time."""
+    views = 0
+    with DirectoryHost() as host, Mailbox() as watcher, Mailbox() as workers:
+        watcher.send(host.address, Watch())
+        assert ids_seen(watcher, lambda ids: ids == [])
+        for number in range(200):
+            one = record(f"w{number}", mailbox=workers.address)
+            workers.send(host.address, Announce(one, nonce=number + 1))
+        deadline, seen = time.monotonic() + 5, 0
+        while seen < 200 and time.monotonic() < deadline:
+            told = [mail.message for mail in watcher.wait(0.2) if isinstance(mail.message, View)]
+            views += len(told)
+            seen = max([seen, *(len(view.records) for view in told)])
+    assert seen == 200
+    assert views <= 40
+
+
 def ids_seen(watcher: Mailbox, good: Any) -> bool:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -287,8 +305,10 @@ def test_a_restarted_directory_sends_no_view_before_its_workers_could_announce_t
             sent.append((to, [one.id for one in message.records]))
 
     server = DirectoryServer(Directory(3.0, settles_at=3.0), send)
-    server.handle(Mail("router", Watch()), 0.5)
-    server.handle(Mail("tcp://p0", Announce(record())), 1.0)
+    server.take(Mail("router", Watch()), 0.5)
+    server.publish(0.5)
+    server.take(Mail("tcp://p0", Announce(record())), 1.0)
+    server.publish(1.0)
     server.tick(2.9)
     assert sent == []
     server.tick(3.0)
@@ -351,12 +371,15 @@ def test_every_view_says_who_watches() -> None:
 
     server = DirectoryServer(Directory(3.0), send)
     server.tick(0.0)
-    server.handle(Mail("one", Watch()), 0.0)
-    server.handle(Mail("two", Watch()), 1.0)
+    server.take(Mail("one", Watch()), 0.0)
+    server.publish(0.0)
+    server.take(Mail("two", Watch()), 1.0)
+    server.publish(1.0)
     assert ("one", ["one", "two"]) in sent, "the first is told at once"
     assert ("two", ["one", "two"]) in sent
     sent.clear()
-    server.handle(Mail("two", Watch()), 4.0)
+    server.take(Mail("two", Watch()), 4.0)
+    server.publish(4.0)
     server.tick(5.5)
     assert sent == [("two", ["one", "two"]), ("two", ["two"])], "the first watches no more"
 
@@ -369,18 +392,22 @@ def test_workers_are_told_what_waits_in_all_routers() -> None:
             told.append(message)
 
     def waiting(now: float) -> float:
-        server.handle(Mail("tcp://p0", Announce(record())), now)
+        server.take(Mail("tcp://p0", Announce(record())), now)
+        server.publish(now)
         return told[-1].waiting
 
     server = DirectoryServer(Directory(3.0), send)
     assert waiting(0.0) == 0.0
-    server.handle(Mail("one", Watch(1, waiting={"p0": 1.5, "p1": 4.0})), 1.0)
-    server.handle(Mail("two", Watch(1, waiting={"p0": 2.0})), 1.0)
+    server.take(Mail("one", Watch(1, waiting={"p0": 1.5, "p1": 4.0})), 1.0)
+    server.publish(1.0)
+    server.take(Mail("two", Watch(1, waiting={"p0": 2.0})), 1.0)
+    server.publish(1.0)
     assert waiting(1.5) == 3.5
     said = Settings({"m": ModelWeights(1, {"v1": 1.0}, {})})
     server.say(said, 2.0)
     assert (told[-1].settings, told[-1].waiting) == (said, 3.5), "also when it is told unasked"
-    server.handle(Mail("two", Watch(2)), 3.0)
+    server.take(Mail("two", Watch(2)), 3.0)
+    server.publish(3.0)
     assert waiting(3.5) == 1.5
     server.tick(7.0)
     assert waiting(7.5) == 0.0, "the first router has gone"

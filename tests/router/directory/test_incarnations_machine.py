@@ -98,7 +98,8 @@ class IncarnationsMachine(RuleBasedStateMachine):
 
     def deliver_to_directory(self, sender: str, message: AnyMessage) -> None:
         at = len(self.under_way)
-        self.server.handle(Mail(sender, message), self.now)
+        self.server.take(Mail(sender, message), self.now)
+        self.server.publish(self.now)
         for _, to, answer in self.under_way[at:]:
             if isinstance(answer, Joined):
                 self.issued[answer.worker] = to
