@@ -57,9 +57,9 @@ class MergedMetrics:
         ]
         self._ended = merge([self._ended, counted])
 
-    def with_own(self, own: list[MetricFamily]) -> list[MetricFamily]:
-        """Of all processes together. `own` is of the process that asks."""
-        return merge([own, self._ended, *self._last.values()])
+    def parts(self, own: list[MetricFamily]) -> list[list[MetricFamily]]:
+        """What is to be merged. `own` is of the process that asks. It does not change any more."""
+        return [own, self._ended, *self._last.values()]
 
 
 def collect(registry: CollectorRegistry) -> list[MetricFamily]:

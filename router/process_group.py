@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import Unavailable
 from router.http_errors import error_body
-from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
+from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition, merge
 from router.options import MetricsCompat
 from router.page import Page, json_page
 from router.streams.inspections import Inspections
@@ -107,8 +107,8 @@ class ProcessGroup:
             return (await self._ask_first(_METRICS)).encode()
         for member, said in await self._ask_members(_METRICS):
             self._merged.take(member, msgspec.json.decode(said, type=_Families))
-        families = self._merged.with_own(collect(self._registry))
-        return exposition(families + (list(vllm_aliases(families)) if self._compat == "vllm" else []))
+        # On another thread: of a large fleet this takes long enough to delay streams.
+        return await asyncio.to_thread(_exposed, self._merged.parts(collect(self._registry)), self._compat)
 
     async def trace(self, request_id: str) -> bytes | None:
         """A request's timeline as JSON, of whichever process has it. Raises Unavailable, see `metrics`."""
@@ -224,3 +224,8 @@ class ProcessGroup:
 
         answers = await asyncio.gather(*(ask(member) for member in self._members))
         return [answer for answer in answers if answer is not None and answer[0] in self._members]
+
+
+def _exposed(parts: list[list[MetricFamily]], compat: MetricsCompat | None) -> bytes:
+    families = merge(parts)
+    return exposition(families + (list(vllm_aliases(families)) if compat == "vllm" else []))

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from common.errors import BatonError, ModelNotFound, Overloaded
 from common.tenant_labels import TenantLabels
 from router.events.counters import EventCounters
-from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
+from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition, merge
 from router.metrics import EventMetrics, LevelMetrics, RoomMetrics, SuspicionMetrics
 from router.request_metrics import RequestMetrics, cause_of
 from router.suspicions import SuspicionCause, Suspicions
@@ -109,7 +109,7 @@ def test_several_processes_are_measured_as_one() -> None:
         process.requests.ttft.observe(0.03, "m")
     merged = MergedMetrics()
     merged.take("second", collect(second.registry))
-    text = exposition(merged.with_own(collect(first.registry)))
+    text = exposition(merge(merged.parts(collect(first.registry))))
     seen = series(text)
     assert seen['baton_router_requests_total{status="200"}'] == 3
     assert seen['baton_router_requests_total{status="503"}'] == 1
@@ -134,7 +134,7 @@ def test_what_workers_have_swept_counts_once_however_many_processes_say_it() -> 
     for name, registry in zip(("second", "third"), registries[1:], strict=True):
         merged.take(name, collect(registry))
     merged.end("third")
-    seen = series(exposition(merged.with_own(collect(registries[0]))))
+    seen = series(exposition(merge(merged.parts(collect(registries[0])))))
     swept = {name: value for name, value in seen.items() if "swept" in name}
     assert swept == {
         'baton_worker_swept_holds_total{kind="output",worker="d0"}': 2,
@@ -143,7 +143,7 @@ def test_what_workers_have_swept_counts_once_however_many_processes_say_it() -> 
     }
     records[0] = record("d0", swept={"output": 0})  # another process of that id
     merged.take("second", collect(registries[1]))
-    seen = series(exposition(merged.with_own(collect(registries[0]))))
+    seen = series(exposition(merge(merged.parts(collect(registries[0])))))
     assert seen['baton_worker_swept_holds_total{kind="output",worker="d0"}'] == 0
 
 
@@ -202,7 +202,7 @@ def test_sums_do_not_fall_when_a_process_ends_or_is_slow() -> None:
     second.requests.output_tokens.inc(2, "m")
 
     def seen() -> tuple[float, float]:
-        found = series(exposition(merged.with_own(collect(first.registry))))
+        found = series(exposition(merge(merged.parts(collect(first.registry)))))
         return found['baton_router_output_tokens_total{model="m"}'], found["baton_router_rooms"]
 
     assert seen() == (40, 5)  # as it said last
