@@ -144,6 +144,7 @@ class TransferPrices:
         """`per_second`: the price of one byte that takes a second; 0: not known yet, so priors hold."""
         self._weights = weights
         self._measured: dict[Kind, tuple[float, float]] = {}
+        self._of_offers: dict[tuple[Locality, tuple[str, ...], tuple[str, ...]], float] = {}
         self.pairs: dict[tuple[str, str], float] = {}  # (P id, D id) with a price of its own
         if per_second <= 0 or weights.transfer <= 0:
             self._scale = 1.0
@@ -168,8 +169,13 @@ class TransferPrices:
 
         No more than if they were farther from each other: two workers of a host can do what others can.
         """
-        farther = [level for level in Locality if level >= near]
-        return min(self.of(Kind(level, expected_backend(prefill, decode, level))) for level in farther)
+        offers = near, prefill, decode
+        price = self._of_offers.get(offers)
+        if price is None:
+            farther = [level for level in Locality if level >= near]
+            price = min(self.of(Kind(level, expected_backend(prefill, decode, level))) for level in farther)
+            self._of_offers[offers] = price
+        return price
 
     def of_pair(self, prefill: WorkerRecord, decode: WorkerRecord) -> float:
         """The price between two workers."""

@@ -11,7 +11,13 @@ from msgspec.structs import replace
 from router.index.global_index import GlobalIndex
 from router.placement.fleet_table import FleetTable
 from router.placement.load_estimate import WorkerLoadEstimate
-from router.placement.transfer_rates import TransferRates, expected_backend, locality
+from router.placement.transfer_rates import (
+    Kind,
+    TransferPrices,
+    TransferRates,
+    expected_backend,
+    locality,
+)
 from router.placement.transfer_table import transfer_table
 from router.placement_options import PolicyWeights
 from tests.router.directory.test_directory import record
@@ -66,6 +72,29 @@ def test_the_table_has_the_price_of_every_pair(
     random = np.random.default_rng(seed)
     costs, missing = random.integers(0, 50, len(ours)) * 1.0, random.integers(0, 500, len(theirs)) * 1.0
     assert table.cheapest(costs, missing) == pytest.approx((costs[:, None] + expected * missing).min(0))
+
+
+def test_pairs_of_one_kind_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one slow D all P have prices of their own, to each D. With 100 of both that took 50 ms, every
+    second."""
+    ours, theirs = (
+        [record(f"{role}{n}", role=role, host=f"{role}{n}", transfer_backends=("tcp",)) for n in range(20)]
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    rates, weights = TransferRates(), PolicyWeights.model_validate({})
+    rates.fleet([*ours, *theirs])
+    rates.prefill_tokens_per_s = 1000.0
+    for one in ours:
+        for _ in range(20):
+            rates.observe(one, theirs[0], "tcp", 1000, 10.0)
+            rates.observe(one, theirs[1], "tcp", 1000, 0.1)
+    estimates = [WorkerLoadEstimate(one, 0.0) for one in [*ours, *theirs]]
+    asked: list[Kind] = []
+    of = TransferPrices.of
+    monkeypatch.setattr(TransferPrices, "of", lambda prices, kind: (asked.append(kind), of(prices, kind))[1])
+    table = transfer_table(*FleetTable(estimates, GlobalIndex()).project(0.0), rates, weights)
+    assert len(table.apart) == 20
+    assert len(asked) < 100
 
 
 def fleet(queued_near: int = 0) -> list[WorkerRecord]:
