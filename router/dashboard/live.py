@@ -96,12 +96,12 @@ class LiveFeed:
         """Raises BatonError when a page cannot be had."""
         workers = msgspec.json.decode(await self._page("/debug/workers"), type=_Workers).workers
         requests = msgspec.json.decode(await self._page("/debug/requests"), type=_Requests).requests
-        # On another thread: to parse a large fleet's metrics takes long enough to delay streams.
+        # On another thread: to parse and add a large fleet's metrics takes long enough to delay streams.
         samples = await asyncio.to_thread(parse_samples, await self._page("/metrics"))
         now = Snapshot(time.monotonic(), samples, workers, [self._url], [])
         while len(self._seen) > 1 and now.at - self._seen[0].at > _WINDOW_S:
             self._seen.popleft()
-        view = fleet_view(now, self._seen[0] if self._seen else None, requests)
+        view = await asyncio.to_thread(fleet_view, now, self._seen[0] if self._seen else None, requests)
         self._seen.append(now)
         return view
 
