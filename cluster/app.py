@@ -17,6 +17,7 @@ from ray import serve
 from cluster.autoscaling import LoadPolicy, ObjectivePolicy
 from cluster.config import DYNAMIC, ServeConfig, deployment_name, parse_config
 from cluster.deployments import (
+    FOLLOWING,
     Deployment,
     DynamicDeployment,
     RouterDeployment,
@@ -24,6 +25,7 @@ from cluster.deployments import (
     WorkerDeployment,
 )
 from cluster.local import ROUTER
+from cluster.overrides import Planned
 from cluster.placement import check_placement
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
@@ -61,7 +63,10 @@ def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
     role = None if kind == DYNAMIC else Role(kind)
     settings = _worker_settings(section, kind)
     deployment = serve.deployment(name=deployment_name(key), **settings)(WorkerReplica)
-    return deployment.bind(role, options, section.drain_s, config.cache)
+    follows = frozenset(FOLLOWING) - config.given_options(key).keys()
+    scales = section.autoscaling_config is not None
+    planned = Planned(scales, section.drain_s, frozenset(section.env), follows)
+    return deployment.bind(role, options, planned, config.cache)
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cluster.deployments import (
     RouterDeployment,
     TenantOptions,
     WorkerDeployment,
+    reserved_options,
 )
 from cluster.model_cache import ModelCache
 from cluster.placeholders import refuse_placeholders
@@ -35,7 +36,7 @@ from router.placement.policies import make_policy
 from router.placement_options import PolicyWeights
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
-from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings
+from worker.options import WorkerOptions, WorkerSettings
 from worker.tenant_options import TenantShareOptions, check_shares
 
 AGREED_OPTIONS = ("page_size", "dtype", "weight_dtype", "kv_cache_dtype")
@@ -129,23 +130,26 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
         """Where each host has its copies of models, if it has."""
         return None if self.model_cache is None else ModelCache(self.model_cache, self.model_cache_days)
 
+    def given_options(self, key: str) -> dict[str, Any]:
+        """What is said of the options of one deployment's workers, the most specific last. `threads: null` says
+        nothing."""
+        section, one = self.worker_sections()[key], self.model_of(key)
+        found: dict[str, Any] = {}
+        for options in (self.worker, one.worker, section.options):
+            given = options.given()
+            found |= {name: value for name, value in given.items() if (name, value) != ("threads", None)}
+        return found
+
     def worker_options(self, key: str) -> WorkerOptions:
         """Options of one deployment's workers, without a directory."""
         section, one = self.worker_sections()[key], self.model_of(key)
+        default = reserved_options(section.num_cpus, section.num_gpus)
         shares = {
             tenant: TenantShareOptions(min_share=given.min_share, max_share=given.max_share)
             for tenant, given in self.tenants.items()
         }
-        # A replica computes with what it reserved: a fraction of a core is one thread. A fraction of a GPU is
-        # that fraction of its memory.
-        found: dict[str, Any] = {"threads": max(1, int(section.num_cpus)), "tenants": shares}
-        if 0 < section.num_gpus < 1:
-            found["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * section.num_gpus
-        for options in (self.worker, one.worker, section.options):
-            threads = found["threads"] if options.threads is None else options.threads  # None says nothing
-            found |= {**options.given(), "threads": threads}
         return WorkerOptions(
-            **found,
+            **{**default, "tenants": shares, **self.given_options(key)},
             **self._sockets(),
             model=one.model,
             served_model_name=one.model_name,

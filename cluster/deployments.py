@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -11,8 +11,10 @@ from cluster.placement import NodeOptions
 from common.options import Options
 from router.options import MOST_WEIGHT, OutputOptions, RouterSettings
 from wire.options import ServedModel
-from worker.options import WorkerSettings
+from worker.options import GPU_MEMORY_UTILIZATION, WorkerSettings
 from worker.tenant_options import TenantShareOptions
+
+DRAIN_SHARE = 0.8  # of the time after which Serve ends a replica
 
 
 class Autoscaling(Options):
@@ -106,8 +108,8 @@ class Deployment(NodeOptions):
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:
-        """Serve's own bound: draining takes at most 80% of it."""
-        return self.drain_s / 0.8
+        """Serve's own bound: draining takes at most DRAIN_SHARE of it."""
+        return self.drain_s / DRAIN_SHARE
 
 
 Section = TypeVar("Section", bound="RouterDeployment | WorkerDeployment")
@@ -170,6 +172,18 @@ class DynamicDeployment(WorkerDeployment):
     ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
     itl_s: float = Field(default=0.05, gt=0, description="p95 of ITL to meet")
     period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
+
+
+FOLLOWING = ("threads", "gpu_memory_utilization")
+"""Worker options that follow from what a replica reserves, where nobody says them."""
+
+
+def reserved_options(num_cpus: float, num_gpus: float) -> dict[str, Any]:
+    """FOLLOWING: a fraction of a core is one thread, a fraction of a GPU that fraction of its memory."""
+    options: dict[str, Any] = {"threads": max(1, int(num_cpus))}
+    if 0 < num_gpus < 1:
+        options["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * num_gpus
+    return options
 
 
 class TenantOptions(TenantShareOptions):

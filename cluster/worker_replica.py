@@ -6,6 +6,7 @@ Ray places, watches and ends it. Requests, tokens and pages do not pass through 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from cluster.directory_actor import DirectoryFinder
 from cluster.model_cache import ModelCache
 from cluster.model_files import model_directory
 from cluster.node import node_interface, node_rack
+from cluster.overrides import Deployed, Planned
 from cluster.refusal import readable_refusal
 from cluster.start_notes import told
 from cluster.worker_ids import worker_id
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from worker.role import WorkerRole
     from worker.switch import SwitchingWorker
 
+log = logging.getLogger(__name__)
+
 _DIRECTORY_WAIT_S = 120.0
 
 
@@ -40,20 +44,25 @@ class WorkerReplica:
     """Owns one worker for as long as Serve keeps the replica."""
 
     def __init__(
-        self, role: Role | None, options: WorkerOptions, drain_s: float, cache: ModelCache | None
+        self, role: Role | None, options: WorkerOptions, planned: Planned, cache: ModelCache | None
     ) -> None:
         """Load the model and join the directory. Raises ReplicaRefused for options that cannot work.
 
         Without a `role` the directory says which one it has, then and later.
         """
         allow_descriptors()
-        self._drain_s = drain_s
+        self._planned = planned
+        self._unheeded: list[str] = []  # what was said of it last
         context = serve.get_replica_context()
         finder = DirectoryFinder(context.app_name)
         name = worker_id(context.deployment, context.replica_tag)
         with readable_refusal(), told(lambda text: finder.add_start_note(name, text)):
+            given = Deployed.here()
+            given.check_scaling()
+            self._look_at_overrides()
             self._options = options.model_copy(
                 update={
+                    **given.options(planned),
                     "worker_id": name,
                     "model": str(model_directory(options.model, cache=cache.directory if cache else None)),
                     "interface": node_interface(options.interface),
@@ -62,7 +71,7 @@ class WorkerReplica:
                 }
             )
             start_log.info("loading %s", self._options.model_name)
-            self._worker = make_worker(role, self._options, finder, drain_s)
+            self._worker = make_worker(role, self._options, finder, given.drain_s(planned))
             self._worker.start()
         if cache is not None:
             cache.remove_unused()
@@ -73,6 +82,7 @@ class WorkerReplica:
         """Serve's health check. Raises when the engine loop is dead or stuck; Serve then replaces the
         replica."""
         self._worker.healthy()
+        self._look_at_overrides()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's autoscaling hook: what LoadPolicy and ObjectivePolicy read."""
@@ -85,8 +95,17 @@ class WorkerReplica:
         Serve's own drain returns at once: it counts requests that came through Serve, and there are none.
         """
         if hasattr(self, "_worker"):
-            await asyncio.to_thread(self._worker.drain, self._drain_s)
+            await asyncio.to_thread(self._worker.drain, Deployed.here().drain_s(self._planned))
             await asyncio.to_thread(self._worker.close)
+
+    def _look_at_overrides(self) -> None:
+        """Say what of `deployments` has no effect, once. Serve changes scaling while the replica runs: to
+        refuse then would end workers that serve."""
+        unheeded = Deployed.here().unheeded(self._planned)
+        for problem in unheeded:
+            if problem not in self._unheeded:
+                log.warning("%s", problem)
+        self._unheeded = unheeded
 
 
 def make_worker(
