@@ -162,8 +162,9 @@ class BatchAdmission:
             return False
         if self._pages.take(req, match_len(req), self._spare(req)):
             self._blocked = None
-            self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
-            self._metrics.prompts += 1
+            if not req.resumed:  # of one that has run before most is cached, unlike of those that have not
+                self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
+            self._metrics.prompts += not req.is_kv_only
             _count_cached(req, self._metrics)
             return True
         self._blocked = req

@@ -9,7 +9,8 @@ import pytest
 
 from engine.batch import Engine, ForwardBatch, Pending
 from engine.spec import ModelSpec
-from scheduler.config import SchedulerConfig
+from scheduler.config import Phase, SchedulerConfig
+from scheduler.node_policy import AfterPrefill
 from scheduler.rates import Rates
 from tests.scheduler.rig import Rig
 
@@ -107,6 +108,27 @@ def test_a_queue_counts_what_is_left_to_compute() -> None:
     assert load().queued_prefill_tokens >= 10
     rig.run()
     assert load().queued_prefill_tokens == 0
+    rig.close()
+
+
+def test_prompts_whose_kv_is_brought_back_are_no_hits_and_no_prompts() -> None:
+    phases = frozenset({Phase.PREFILL})
+    rig = Rig(config=replace(CONFIG, phases=phases), after=AfterPrefill.HAND_OFF, pool_tokens=4096)
+    for number in range(40):  # decode says late where the KV should go
+        req = rig.add(range(3 * number, 3 * number + 64), 4)
+        rig.run()
+        rig.scheduler.hand_off.park(req)
+        rig.scheduler.hand_off.readmit(req)
+        rig.run()
+        rig.scheduler.hand_off.release(req)
+    for _ in range(8):
+        rig.add(range(300, 364), 4)
+    load = rig.scheduler.load()
+    assert load.queued_prefill_tokens == 8 * 64
+    assert load.prompts == 40
+    rig.run()
+    for handed_off in rig.policy.prefilled[-8:]:
+        rig.scheduler.hand_off.release(handed_off)
     rig.close()
 
 
