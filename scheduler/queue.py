@@ -38,12 +38,19 @@ class _Line:
     served: int = 0  # virtual tokens
     since: int = 0  # the number of its last turn, or of when it began to wait: decides between equal counters
     reqs: list[Req] = field(default_factory=list)
+    known: list[tuple[int, float]] | None = None  # all turns, since the last change
 
     def turns(self, most: int | None = None) -> list[tuple[int, float]]:
         """`served` and `since` at each request's turn, if nothing of them is cached, of the first `most` or
         of all. Turns to come have no number yet: `inf`."""
         starts = accumulate((req.prefill_len for req in self.reqs[:most][:-1]), initial=self.served)
         return [(start, inf if index else self.since) for index, start in enumerate(starts)]
+
+    def all_turns(self) -> list[tuple[int, float]]:
+        """All of them, computed once per change: thousands of rooms may ask for their places."""
+        if self.known is None:
+            self.known = self.turns()
+        return self.known
 
 
 class WaitingQueue:
@@ -104,9 +111,12 @@ class WaitingQueue:
             return _index(req, self._resumed)
         mine = self._lines[req.tenant]
         index = _index(req, mine.reqs)
-        turn = mine.turns()[index]
-        others = (line.turns() for line in self._lines.values() if line is not mine)
-        return len(self._resumed) + index + sum(bisect_left(turns, turn) for turns in others)
+        ahead = len(self._resumed) + index
+        if len(self._lines) == 1:
+            return ahead
+        turn = mine.all_turns()[index]
+        others = (line.all_turns() for line in self._lines.values() if line is not mine)
+        return ahead + sum(bisect_left(turns, turn) for turns in others)
 
     def tokens(self) -> int:
         """Tokens that the waiting requests have to prefill if nothing of them is cached."""
@@ -129,11 +139,13 @@ class WaitingQueue:
             line.served = max(line.served, self._beginning())
             line.since = next(self._numbers)
             self._lines[tenant] = line
+        line.known = None
         return line
 
     def _leave(self, req: Req, index: int) -> None:
         line = self._lines[req.tenant]
         del line.reqs[index]
+        line.known = None
         if line.reqs:
             return
         self._idle[req.tenant] = self._lines.pop(req.tenant)

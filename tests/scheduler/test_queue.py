@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scheduler.queue import WaitingQueue
+from scheduler.queue import WaitingQueue, _Line
 from scheduler.req import Req
 from tests.scheduler.rig import Rig
 
@@ -157,6 +157,19 @@ def test_a_stream_of_new_tenants_keeps_nobody_waiting_for_ever(rig: Rig) -> None
         push(rig, queue, f"new {number}", 10)
         turns.append(queue.pop().tenant)
     assert turns.index("old") == 10, "when the others have had as much"
+
+
+def test_all_may_ask_for_their_places_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands of rooms is asked for its place every few seconds."""
+    queue, computed, turns = WaitingQueue(), Counter[int](), _Line.turns
+    monkeypatch.setattr(_Line, "turns", lambda line, *most: computed.update([id(line)]) or turns(line, *most))
+    reqs = [*push(rig, queue, "a", *[2] * 40), *push(rig, queue, "b", 3, *[2] * 39)]
+    assert sorted(map(queue.place, reqs)) == list(range(80))
+    assert list(computed.values()) == [1, 1]
+    queue.pop()
+    queue.remove(reqs[60])
+    assert sorted(map(queue.place, [*reqs[1:60], *reqs[61:]])) == list(range(78))
+    assert list(computed.values()) == [2, 2]
 
 
 def test_nothing_is_remembered_when_nobody_waits(rig: Rig) -> None:
