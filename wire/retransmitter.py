@@ -39,6 +39,7 @@ class Retransmitter:
         self._send = send
         self._first_interval_s = first_interval_s
         self._pending: dict[RetransmitKey, _Pending] = {}
+        self._by_room: dict[tuple[int, int], set[RetransmitKey]] = {}  # (room, epoch) -> keys of _pending
         self.swept = 0  # messages given up
 
     def __len__(self) -> int:
@@ -58,11 +59,18 @@ class Retransmitter:
         self._pending[key] = _Pending(
             message, now + self._first_interval_s, now + timeout_s, self._first_interval_s, now
         )
+        self._by_room.setdefault((key.room, key.epoch), set()).add(key)
         self._send(key.to, message)
 
     def answered(self, key: RetransmitKey) -> bool:
         """Stop repeating. False when nothing was pending (a repeated answer)."""
-        return self._pending.pop(key, None) is not None
+        if self._pending.pop(key, None) is None:
+            return False
+        of_room = self._by_room[key.room, key.epoch]
+        of_room.discard(key)
+        if not of_room:
+            del self._by_room[key.room, key.epoch]
+        return True
 
     def unanswered(self, holder: str, now: float) -> list[Hold]:
         """The messages that `holder` repeats."""
@@ -76,7 +84,7 @@ class Retransmitter:
 
     def forget_room(self, room: int, epoch: int) -> None:
         """Stop repeating everything about a room's epoch."""
-        for key in [key for key in self._pending if key.room == room and key.epoch == epoch]:
+        for key in self._by_room.pop((room, epoch), ()):
             del self._pending[key]
 
     def tick(self, now: float) -> list[RetransmitKey]:
@@ -84,7 +92,7 @@ class Retransmitter:
         given_up = []
         for key, pending in list(self._pending.items()):
             if now >= pending.deadline:
-                del self._pending[key]
+                self.answered(key)
                 given_up.append(key)
                 self.swept += 1
             elif now >= pending.next_at:

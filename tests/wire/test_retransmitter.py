@@ -46,6 +46,23 @@ def test_forget_room_spares_other_epochs() -> None:
     assert retransmitter.tick(9.0) == [RetransmitKey("tcp://peer", 7, 2, "abort")]
 
 
+def test_what_is_over_leaves_nothing() -> None:
+    retransmitter = Retransmitter(lambda to, message: None)
+    keys = [RetransmitKey(f"tcp://{to}", room, 1, kind) for to in "ab" for room in range(3) for kind in "xy"]
+    for key in keys:
+        retransmitter.say(key, Abort(key.room, 1), now=0.0, timeout_s=5.0)
+    for key in keys[:3]:
+        assert retransmitter.answered(key)
+    retransmitter.forget_room(0, 1)
+    retransmitter.forget_room(7, 1)
+    left = [key for key in keys[3:] if key.room]
+    assert len(retransmitter) == len(left)
+    assert retransmitter.tick(5.0) == left
+    retransmitter.forget_room(1, 1)
+    # Private: the keys of rooms that are over show nowhere else.
+    assert not retransmitter._by_room
+
+
 def test_a_slow_peer_hears_it_every_two_seconds() -> None:
     sent: list[str] = []
     retransmitter = Retransmitter(lambda to, message: sent.append(to))
