@@ -254,13 +254,12 @@ class Scheduler:
         requests, waiting = self._requests, self._requests.waiting
         chunked = requests.chunked
         left = chunked.prefill_len - chunked.scheduled_len if chunked else 0
+        early = (*requests.compiling, *requests.fetching)  # not in the queue yet
+        tokens = waiting.tokens() + sum(req.prefill_len for req in early)
         return WorkerLoad(
-            queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
+            queued_prefill_tokens=self._rates.to_compute(len(waiting) + len(early), tokens) + left,
             running_requests=requests.count(ReqState.PREFILL, ReqState.RUNNING),
-            waiting_requests=len(waiting)
-            + len(requests.transferred)
-            + len(requests.compiling)
-            + len(requests.fetching),
+            waiting_requests=len(waiting) + len(requests.transferred) + len(early),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=self.hand_off.headroom_rows(),

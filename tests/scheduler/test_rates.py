@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.batch import Engine, ForwardBatch, Pending
+from engine.grammar import GrammarState
 from engine.spec import ModelSpec
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.rates import Rates
 from tests.scheduler.rig import Rig
+from wire.request import SamplingParams
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)
 
@@ -129,6 +133,22 @@ def test_prompts_whose_kv_is_brought_back_are_no_hits_and_no_prompts() -> None:
     rig.run()
     for handed_off in rig.policy.prefilled[-8:]:
         rig.scheduler.hand_off.release(handed_off)
+    rig.close()
+
+
+def test_what_waits_before_the_queue_is_to_be_computed_too() -> None:
+    rig = Rig()
+    late, fetching = rig.req(range(40), 2), rig.req(range(50, 120), 2)
+    compiled: Future[LLMatcher] = Future()
+    late.sampling.grammar = GrammarState(compiled, SamplingParams(), ())
+    rig.scheduler.add(late)
+    rig.scheduler.add(fetching, fetch=True)
+    assert rig.scheduler.load().queued_prefill_tokens == 40 + 70
+    compiled.set_exception(RuntimeError("also when it failed"))
+    rig.scheduler.fetches.go_on(fetching)
+    assert rig.scheduler.load().queued_prefill_tokens == 40 + 70
+    rig.run()
+    assert rig.scheduler.load().queued_prefill_tokens == 0
     rig.close()
 
 
