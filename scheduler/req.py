@@ -22,7 +22,7 @@ from wire.grammars import LONGEST_GRAMMAR
 from wire.messages.caches import CacheSource
 from wire.request import GenerateRequest, Pooling, TokenLogprobs
 from wire.sampling_ranges import check_sampling
-from wire.stages import RequestStage, Stamp, stamp
+from wire.stages import RequestStage, Stamp, now_ns, stamp
 
 _arrivals = itertools.count()
 
@@ -118,8 +118,9 @@ class Req:
         self.namespace = namespace
         self.marks = request.marks  # which of its pages are public, and which stay private
         self.tenant_key = request.tenant_key  # what the tenant's cached pages are known by
-        # Its order in queues: the greater priority first, then the earlier arrival at any router.
-        self.rank = (-request.priority, request.arrived_ns, next(_arrivals))
+        # Its order in queues: the greater priority first, then the earlier arrival at any router. A router
+        # whose clock is ahead says a time to come, and all who come until then would go before its rooms.
+        self.rank = (-request.priority, min(request.arrived_ns, now_ns()), next(_arrivals))
         self.state = ReqState.NEW
         self.resumed = False  # has held memory before: it is admitted before requests that have not
         self.retractions = 0  # how often its pages were taken away while it ran

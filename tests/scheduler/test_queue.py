@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -170,6 +171,16 @@ def test_all_may_ask_for_their_places_at_once(rig: Rig, monkeypatch: pytest.Monk
     queue.remove(reqs[60])
     assert sorted(map(queue.place, [*reqs[1:60], *reqs[61:]])) == list(range(78))
     assert list(computed.values()) == [2, 2]
+
+
+def test_a_router_whose_clock_is_ahead_waits_its_turn_only(rig: Rig) -> None:
+    queue, now = WaitingQueue(), time.time_ns()
+    ahead = waiting(rig, "a", arrived_ns=now + 3600 * 10**9)
+    time.sleep(0.001)
+    later = [waiting(rig, "a", arrived_ns=time.time_ns()) for _ in range(3)]
+    for req in (*later, ahead):
+        queue.push(req)
+    assert queue.head is ahead
 
 
 def test_nothing_is_remembered_when_nobody_waits(rig: Rig) -> None:
