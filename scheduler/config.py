@@ -27,7 +27,7 @@ class SchedulerConfig:
     decode_reserve_tokens: int = 512  # growth kept free per request at admission: min(still to come, this)
     overlap_depth: int = 0  # 1: a step is launched before the last one's result is taken
     phases: frozenset[Phase] = frozenset(Phase)
-    result_timeout_s: float = 120.0  # a forward that takes longer is stuck: step() raises
+    result_timeout_s: float = 120.0  # step() raises after that; see Rates.bound_s
 
     def __post_init__(self) -> None:
         positive = {

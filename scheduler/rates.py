@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 _WINDOW_S = 5.0  # seconds of forwards, not of the clock: an idle worker keeps its rate
 _KEPT = 1 - 1 / 32  # weight of earlier prompts, per new prompt
+FORWARD_FACTOR = 5
+"""A forward may take that many times its predicted duration before it is stuck."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,12 @@ class Rates:
         """Seconds that the forwards in flight should take together, by the rates at their launches. Infinite
         if there was no rate for one of them. Any thread may ask."""
         return sum(launch.expected_s for launch in self._in_flight.copy())
+
+    def bound_s(self, least_s: float) -> float:
+        """Seconds after which the forwards in flight are stuck: `least_s`, or FORWARD_FACTOR times as long as
+        they should take if that is more."""
+        expected = self.expected_s
+        return least_s if math.isinf(expected) else max(least_s, FORWARD_FACTOR * expected)
 
     def _expect(self, decode_rows: int, prefill_tokens: int) -> float:
         """A mixed forward takes at most as long as its two parts."""

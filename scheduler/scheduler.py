@@ -212,7 +212,7 @@ class Scheduler:
         """Take results until at most `depth` forwards are in flight. Whether there was one to take."""
         taken = False
         while self._results.in_flight > depth:
-            self._results.take(self.config.result_timeout_s)
+            self._results.take(self._rates.bound_s(self.config.result_timeout_s))
             self.metrics.forward_seconds.add(self._rates.landed())
             taken = True
         return taken

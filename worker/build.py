@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from threading import TIMEOUT_MAX
 
 from common.start_log import start_log
 from engine.batch import Engine
@@ -98,6 +99,7 @@ def build_scheduler(
         decode_reserve_tokens=options.decode_reserve_tokens,
         overlap_depth=overlap_depth(options),
         phases=phases,
+        result_timeout_s=min(options.first_forward_s, TIMEOUT_MAX),
     )
     return Scheduler(memory, engine, policy, config)
 

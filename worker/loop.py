@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from common.errors import WorkerLost
 from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
+from scheduler.rates import FORWARD_FACTOR
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages.rooms import Rejected, RejectKind
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 _THREAD_BOUND_S = 2.0  # for a round of a thread that only moves messages
-_FORWARD_FACTOR = 5  # times the predicted duration of a forward
-_FIRST_FACTOR = 12  # times the bound, while there is no prediction
 _LOAD_S = 0.1  # between two looks at the load, while the loop is busy
 
 
@@ -203,7 +202,7 @@ class Worker:
         if self._idle_check.confirming:
             return math.inf
         bound, expected = self.options.stuck_after_s, self._scheduler.expected_s
-        return bound * _FIRST_FACTOR if math.isinf(expected) else max(bound, _FORWARD_FACTOR * expected)
+        return self.options.first_forward_s if math.isinf(expected) else max(bound, FORWARD_FACTOR * expected)
 
     def _give_up(self, why: str) -> None:
         """Leave at once and for good: the directory, so that routers restart the rooms, and the rooms.

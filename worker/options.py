@@ -296,6 +296,11 @@ class LivenessOptions(Options):
         description="an engine loop is stuck after that, and 5 times its forward's predicted duration",
     )
 
+    @property
+    def first_forward_s(self) -> float:
+        """So long may a forward take that is the first of its kind: it may compile kernels."""
+        return 12 * self.stuck_after_s
+
 
 class PlaceOptions(Options):
     """Where a worker is."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from llguidance import LLMatcher
 
-from engine.batch import Engine, ForwardBatch, Pending
+from engine.batch import BatchResult, Engine, ForwardBatch, Pending
 from engine.grammar import GrammarState
 from engine.spec import ModelSpec
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.node_policy import AfterPrefill
-from scheduler.rates import Rates
+from scheduler.rates import FORWARD_FACTOR, Rates
 from tests.scheduler.rig import Rig
 from wire.request import SamplingParams
 
@@ -149,6 +149,31 @@ def test_what_waits_before_the_queue_is_to_be_computed_too() -> None:
     assert rig.scheduler.load().queued_prefill_tokens == 40 + 70
     rig.run()
     assert rig.scheduler.load().queued_prefill_tokens == 0
+    rig.close()
+
+
+def test_a_forward_that_is_expected_to_take_long_is_waited_for() -> None:
+    clock, waited = Clock(), list[float]()
+
+    class Bounded(SlowEngine):
+        def launch(self, batch: ForwardBatch) -> Pending:
+            launched = super().launch(batch)
+
+            class Waited:
+                def result(self, timeout_s: float) -> BatchResult:
+                    waited.append(timeout_s)
+                    return launched.result(timeout_s)
+
+            return Waited()
+
+    config = replace(CONFIG, chunked_prefill_size=None, result_timeout_s=1.0)
+    rig = Rig(config=config, clock=clock, max_context=1024)
+    rig.engine.inner = Bounded(rig.engine.inner, clock)
+    rig.add(range(100), 1)
+    rig.run()
+    rig.add(range(100, 450), 1)  # 3.5 times as long
+    rig.run()
+    assert waited == [1.0, pytest.approx(FORWARD_FACTOR * 3.5 * 0.2)]
     rig.close()
 
 
