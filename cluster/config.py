@@ -131,8 +131,8 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
         return None if self.model_cache is None else ModelCache(self.model_cache, self.model_cache_days)
 
     def given_options(self, key: str) -> dict[str, Any]:
-        """What is said of the options of one deployment's workers, the most specific last. `threads: null` says
-        nothing."""
+        """What is said of the options of one deployment's workers, the most specific last. Of `threads`, null
+        says nothing."""
         section, one = self.worker_sections()[key], self.model_of(key)
         found: dict[str, Any] = {}
         for options in (self.worker, one.worker, section.options):
