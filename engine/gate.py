@@ -22,9 +22,9 @@ FAMILIES: dict[str, Family] = {
 }
 """model_type -> its family. Each is tested token by token against transformers.generate."""
 
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Types that depend only on a token's own position. "dynamic" and "longrope" scale by the longest position in
-the input, which in a pack may belong to another sequence."""
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+"""Types that depend only on a token's own position, "longrope" as far as longest_context() goes. "dynamic"
+scales by the longest position in the input, which in a pack may belong to another sequence."""
 
 _MUST_BE_OFF = {
     "attn_logit_softcapping": "the paged backends do not compute soft-capped attention scores",

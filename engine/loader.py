@@ -34,7 +34,7 @@ from engine.module_replacements import (
     replacement_table,
     takes_stored_weights,
 )
-from engine.positions import longest_context
+from engine.positions import keep_frequencies, longest_context
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
 from kvcache.layout import GroupSpec, stored_as
@@ -88,6 +88,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     move_parameters(model, torch.device(config.device))
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
+    keep_frequencies(model)
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
     )
@@ -134,7 +135,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool,
         weights = read_weights(config.model, form, dtype, local, keep)
         if is_part:
             weights = text_weights(weights)
-            plain.tie_word_embeddings = "lm_head.weight" not in weights
+            plain.update({"tie_word_embeddings": "lm_head.weight" not in weights})
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
             None,
             config=plain,

@@ -21,6 +21,7 @@ from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
 from engine.positions import longest_context
+from engine.text_part import text_part, text_weights
 from kvcache.config import CacheConfig
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -37,19 +38,22 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     Raises ConfigError for a model that cannot be read or is not supported.
     """
     try:
-        config = read_config(directory, local=True)
+        whole = read_config(directory, local=True)
     except (OSError, ValueError) as error:
         raise ConfigError("model", f"config.json cannot be used: {error}", "repair the checkpoint") from None
+    config = text_part(whole)
     family = check_model(config)
-    text = config.get_text_config()
-    dtype = _dtype(options, text, directory)
+    dtype = _dtype(options, config, directory)
     served = _Served(dtype, stored_format(config), _keeps(options, dtype, free is None), options.weight_dtype)
-    weights = sum(served.nbytes(*tensor) for path in _files(directory) for tensor in _tensors(path))
+    tensors = {tensor.name: tensor for path in _files(directory) for tensor in _tensors(path)}
+    if config is not whole:
+        tensors = text_weights(tensors)
+    weights = sum(served.nbytes(*tensor) for tensor in tensors.values())
     groups = stored_as(family.groups(config, Dtypes(dtype, dtype)), KVFormat(options.kv_cache_dtype))
     if options.max_total_tokens is not None or free is None:
         return weights + _pool_bytes(options, groups, options.max_total_tokens or 0)
     share = max(0, int((free - weights) * options.kv_memory_fraction))
-    most = _pool_bytes(options, groups, options.max_running_requests * longest_context(text))
+    most = _pool_bytes(options, groups, options.max_running_requests * longest_context(config))
     return weights + min(share, most)
 
 

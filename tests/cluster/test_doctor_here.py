@@ -20,6 +20,7 @@ from cluster.doctor import gather as gathering
 from cluster.doctor.gather import gather
 from cluster.doctor.memory import worker_bytes
 from cluster.doctor.preflight import Listeners, connect
+from tests.support.image_models import written
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
 from tests.support.quantised_checkpoints import FORMATS, write
 from wire.options import PortOptions
@@ -289,6 +290,13 @@ def test_weights_that_a_kernel_multiplies_as_they_are_stored_are_as_large_as_the
     whole = load_file(exact / "model.safetensors")
     plain = [one for name, one in tensors if name in whole and one.is_floating_point() and one.itemsize > 1]
     assert found == sum(one.nbytes for _, one in tensors) - sum(one.nbytes - 2 * one.numel() for one in plain)
+
+
+def test_only_the_text_part_of_a_model_that_takes_images_counts(tmp_path: Path) -> None:
+    weights = load_file(written("gemma3", tmp_path) / "model.safetensors")
+    text = [one for name, one in weights.items() if name.startswith("language_model.")]
+    assert 0 < len(text) < len(weights)
+    assert weights_of(tmp_path) == sum(one.nbytes for one in text)
 
 
 def test_the_same_weights_in_another_file_do_not_count(tmp_path: Path) -> None:

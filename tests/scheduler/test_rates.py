@@ -140,7 +140,7 @@ def test_what_waits_before_the_queue_is_to_be_computed_too() -> None:
     rig = Rig()
     late, fetching = rig.req(range(40), 2), rig.req(range(50, 120), 2)
     compiled: Future[LLMatcher] = Future()
-    late.sampling.grammar = GrammarState(compiled, SamplingParams(), ())
+    late.sampling.grammar = GrammarState(compiled, SamplingParams(), (), 64)
     rig.scheduler.add(late)
     rig.scheduler.add(fetching, fetch=True)
     assert rig.scheduler.load().queued_prefill_tokens == 40 + 70

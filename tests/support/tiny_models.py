@@ -230,6 +230,18 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "full_attention"] * 2,
     ),
+    "phi3_longrope": lambda: Phi3Config(
+        **_without("head_dim"),
+        original_max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 512,
+            "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0],
+            "long_factor": [1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 30.0, 40.0],
+        },
+    ),
 }
 """Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""
 

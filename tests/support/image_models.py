@@ -1,0 +1,105 @@
+"""Tiny models that take images, too, whose greedy answers to a text are clear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    PixtralVisionConfig,
+    PretrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    SiglipVisionConfig,
+)
+
+from tests.support.reference import MIN_MARGIN
+from tests.support.tiny_models import FAMILIES, MIXED, randomise, write_tokenizer
+
+PROMPT = [65, 10, 7, 200, 31, 99, 143, 12, 5, 250, 88, 61] * 3
+TOKENS = 24
+
+
+def _siglip() -> SiglipVisionConfig:
+    return SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+
+
+def _pixtral() -> PixtralVisionConfig:
+    return PixtralVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+
+
+def _qwen(text: str) -> dict[str, Any]:
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    return {
+        "text_config": MIXED[text]().to_dict(),
+        "vision_config": sizes,
+        "image_token_id": 300,
+        "video_token_id": 301,
+        "vision_start_token_id": 302,
+        "vision_end_token_id": 303,
+    }
+
+
+WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma3": lambda: Gemma3Config(
+        text_config=MIXED["gemma3_text"](),
+        vision_config=_siglip(),
+        mm_tokens_per_image=4,
+        image_token_index=300,
+        boi_token_index=301,
+        eoi_token_index=302,
+    ),
+    "mistral3": lambda: Mistral3Config(
+        text_config=FAMILIES["mistral"](),
+        vision_config=_pixtral(),
+        image_token_index=300,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(**_qwen("qwen3_5_moe_text")),
+}
+
+
+@cache
+def whole_model(family: str) -> Any:
+    config = WHOLES[family]()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for seed in range(20):
+        randomise(model, seed)
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        if generated(model)[1] >= MIN_MARGIN:
+            return model
+    raise AssertionError("no seed gives clear tokens")
+
+
+def generated(model: Any) -> tuple[list[int], float]:
+    ids = torch.tensor([PROMPT])
+    out = model.eval().generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.cat(out.logits).float()
+    best = logits.topk(2, dim=-1).values / logits.std(dim=-1, keepdim=True)
+    tokens = out.sequences[0, len(PROMPT) :].tolist()
+    return tokens, float((best[:, 0] - best[:, 1]).min()) if len(set(tokens)) > 4 else 0.0
+
+
+def written(family: str, directory: Path) -> Path:
+    whole_model(family).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
