@@ -60,6 +60,15 @@ class SchedulerMetrics:
         default_factory=lambda: Histogram((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
     )
 
+    def launched(self, decoded: int, chunks: list[int]) -> None:
+        """Count a step with so many decode rows, and chunks of so many tokens each."""
+        prefilled = sum(chunks)
+        self.steps += 1
+        self.decode_tokens += decoded
+        self.prefill_tokens += prefilled
+        self.batch_sequences.add(decoded + len(chunks))
+        self.batch_tokens.add(decoded + prefilled)
+
     def report(self) -> dict[str, Any]:
         """The fields as plain values; a histogram as its bounds, counts and total."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

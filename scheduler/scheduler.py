@@ -197,7 +197,7 @@ class Scheduler:
         for chunk in chunks:
             self._chunk_launched(chunk)
         self._results.launched(decode, chunks, pending)
-        self._count(len(decode), chunks)
+        self.metrics.launched(len(decode), [chunk.end - chunk.start for chunk in chunks])
 
     def _chunk_launched(self, chunk: Chunk) -> None:
         req = chunk.req
@@ -216,15 +216,6 @@ class Scheduler:
             self.metrics.forward_seconds.add(self._rates.landed())
             taken = True
         return taken
-
-    def _count(self, decoded: int, chunks: list[Chunk]) -> None:
-        prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-        metrics = self.metrics
-        metrics.steps += 1
-        metrics.decode_tokens += decoded
-        metrics.prefill_tokens += prefilled
-        metrics.batch_sequences.add(decoded + len(chunks))
-        metrics.batch_tokens.add(decoded + prefilled)
 
     # -- views ---------------------------------------------------------------------------------------
 
