@@ -28,8 +28,11 @@ def longest_context(config: Any) -> int:
 
 
 def keep_frequencies(model: nn.Module) -> None:
-    """Let longrope's rotary embeddings keep the frequencies that they have up to longest_context(). They would
-    choose them anew in each forward, by operators that a recorded step cannot have at its first run."""
+    """Let longrope's rotary embeddings keep the frequencies that they have up to longest_context().
+
+    They would choose them anew in each forward, by operators that a recorded step cannot have at its first
+    run.
+    """
     modules: Any = model.modules()
     for module in modules:
         if getattr(module, "rope_type", None) == "longrope":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -20,15 +21,21 @@ _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN3_5_SPLIT = _QWEN_SPLIT.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+"""The same with marks in words."""
 
 
-_KEEP_THEIR_FILE = frozenset({"mistral", "mixtral", "phi3"})
+_KEEP_THEIR_FILE = frozenset({"mistral", "mistral3", "mixtral", "phi3"})
 """Values of model_type for which transformers takes the file as it is, whatever class is declared."""
+_ALWAYS_REBUILT = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer")
+"""model_type -> the class that transformers takes, whatever is declared."""
 
 
 def rebuilt_class(tokenizer: Tokenizer, declared: str, model_type: str | None) -> str:
     """The class here that transformers makes of the declared one; "": it takes the file as it is."""
-    name = declared.removesuffix("Fast")
+    name = _ALWAYS_REBUILT.get(model_type or "", declared.removesuffix("Fast"))
     if model_type in _KEEP_THEIR_FILE or name not in _REBUILDERS:
         return ""
     if name == "LlamaTokenizer" and _is_byte_level(tokenizer):
@@ -64,12 +71,12 @@ def _llama(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     )
 
 
-def _qwen2(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+def _qwen(tokenizer: Tokenizer, config: dict[str, Any], split: str) -> None:
     prefixed = bool(config.get("add_prefix_space") or False)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(split), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False),
         ]
     )
@@ -78,9 +85,11 @@ def _qwen2(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 _REBUILDERS: dict[str, Callable[[Tokenizer, dict[str, Any]], None]] = {
     "LlamaTokenizer": _llama,
-    "Qwen2Tokenizer": _qwen2,
+    "Qwen2Tokenizer": partial(_qwen, split=_QWEN_SPLIT),
+    "Qwen3_5Tokenizer": partial(_qwen, split=_QWEN3_5_SPLIT),
 }
 _DEFAULTS: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "Qwen3_5Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
 }

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, InvalidRequest
@@ -130,6 +134,38 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
     assert got == want
     assert "hm" in got
     assert "<think>\n\n</think>" in got
+
+
+MARKED = ["नमस्ते दुनिया", "กำลังทดสอบ", "e\u0316a\u0316 don't 12"]
+"""Words with marks, which only some splits keep in one piece."""
+
+
+@pytest.fixture(scope="module")
+def joins_marks() -> Tokenizer:
+    """Its tokens are parts of words with marks, as of Qwen 3.5."""
+    tokenizer = Tokenizer(BPE())
+    bytes_alone = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([Split(" ", "isolated"), bytes_alone])
+    alphabet = ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        MARKED * 9, BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "Qwen3_5Tokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mistral3"]
+)
+def test_marks_are_split_as_transformers_does_for_the_model(
+    joins_marks: Tokenizer, model_type: str, declared: str, tmp_path: Path
+) -> None:
+    joins_marks.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": declared}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenization(tmp_path)
+    for text in MARKED:
+        assert ours.tokenizer.encode(text).ids == theirs.encode(text)
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama3", "llama2", "mistral"])
