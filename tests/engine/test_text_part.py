@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from engine.loader import load_model
 from engine.text_part import text_part, text_weights
 from tests.support.driver import Driver, open_pools
 from tests.support.image_models import PROMPT, TOKENS, WHOLES, generated, whole_model, written
+from tests.support.quantised_checkpoints import write
+from tests.support.reference import reference_generate
 from tests.support.tiny_models import MIXED
 
 
@@ -50,6 +53,22 @@ def test_so_they_are_by_the_names_of_transformers_modules(tmp_path: Path) -> Non
         directory, {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
     )
     assert served(directory) == generated(whole_model("mistral3"))[0]
+
+
+@pytest.mark.parametrize("form", ["fp8", "awq"])
+def test_quantised_weights_are_those_of_the_text_part(form: str, tmp_path: Path) -> None:
+    """The whole's config.json says how they are stored."""
+    stored, exact = write("mistral", tmp_path, 0, form)
+    config = WHOLES["mistral3"]()
+    config.architectures = ["Mistral3ForConditionalGeneration"]
+    config.quantization_config = json.loads((stored / "config.json").read_text())["quantization_config"]
+    whole = tmp_path / "whole"
+    config.save_pretrained(whole)
+    weights = {}
+    for file in stored.glob("*.safetensors"):
+        weights |= {f"language_model.{name}": weight for name, weight in load_file(file).items()}
+    save_file(weights, whole / "model.safetensors", {"format": "pt"})
+    assert served(whole) == reference_generate(exact, PROMPT, TOKENS)[0]
 
 
 def test_no_other_weight_is_read(tmp_path: Path) -> None:
