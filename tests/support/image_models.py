@@ -19,7 +19,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tests.support.reference import MIN_MARGIN
+from tests.support.reference import MIN_MARGIN, greedy
 from tests.support.tiny_models import FAMILIES, MIXED, randomise, write_tokenizer
 
 PROMPT = [65, 10, 7, 200, 31, 99, 143, 12, 5, 250, 88, 61] * 3
@@ -84,19 +84,9 @@ def whole_model(family: str) -> Any:
 
 
 def generated(model: Any) -> tuple[list[int], float]:
-    ids = torch.tensor([PROMPT])
-    out = model.eval().generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    logits = torch.cat(out.logits).float()
-    best = logits.topk(2, dim=-1).values / logits.std(dim=-1, keepdim=True)
-    tokens = out.sequences[0, len(PROMPT) :].tolist()
-    return tokens, float((best[:, 0] - best[:, 1]).min()) if len(set(tokens)) > 4 else 0.0
+    """(TOKENS greedy tokens after PROMPT, smallest margin of a step; 0 if few tokens differ)"""
+    tokens, margin = greedy(model.eval(), PROMPT, TOKENS)
+    return list(tokens), margin if len(set(tokens)) > 4 else 0.0
 
 
 def written(family: str, directory: Path) -> Path:

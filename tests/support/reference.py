@@ -33,8 +33,13 @@ def reference_model(path: Path, stamp: int) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _generate(path: Path, stamp: int, prompt: tuple[int, ...], n: int) -> tuple[tuple[int, ...], float]:
-    ids = torch.tensor([prompt])
-    out = reference_model(path, stamp).generate(
+    return greedy(reference_model(path, stamp), prompt, n)
+
+
+def greedy(model: Any, prompt: Sequence[int], n: int) -> tuple[tuple[int, ...], float]:
+    """(n greedy tokens of a transformers model after a prompt, smallest margin of a step)"""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=n,
