@@ -188,7 +188,7 @@ def test_a_full_group_without_layers_has_no_bytes_and_no_descriptor() -> None:
     ("change", "named"),
     [
         ({"window_tokens": 16}, "window_tokens"),
-        ({"state_slots": MIN_STATE_SLOTS - 1}, "state_slots"),
+        ({"state_slots": MIN_STATE_SLOTS - 1}, "max_mamba_cache_size"),
         ({"mamba_track_interval": 24}, "mamba_track_interval"),
         ({"swa_full_tokens_ratio": 0.0}, "swa_full_tokens_ratio"),
     ],
