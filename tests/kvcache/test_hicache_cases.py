@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -146,27 +147,24 @@ def test_a_backup_that_was_postponed_is_made_up_for() -> None:
         assert made.on_host(TOKENS) == 32
 
 
-def test_postponed_backups_are_looked_at_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(owner: type, name: str) -> Any:
+    """A context in which a method is counted, and does what it does."""
+    return patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def test_postponed_backups_are_looked_at_when_there_is_room() -> None:
     """Not all of them after each backup: with many that would take longer than the backups."""
-    looked = 0
-    consider = TierMoves.consider
-
-    def counted(*args: Any) -> None:
-        nonlocal looked
-        looked += 1
-        consider(*args)
-
     with cases(storage=False, pages=256) as made:
         for at in range(60):
             put(made.memory, range(100 * at, 100 * at + 16))
         assert len(made.lanes()) == 16, "a fourth of the device is in flight"
-        monkeypatch.setattr(TierMoves, "consider", counted)
-        for _ in range(60):
-            made.mover.do("backups")
-            made.tiers.poll()
+        with counted(TierMoves, "consider") as looked:
+            for _ in range(60):
+                made.mover.do("backups")
+                made.tiers.poll()
         assert made.tiers.is_idle
         assert made.tiers.moves.counts.to_host_pages == 240
-        assert looked <= 2 * 60
+        assert looked.call_count <= 2 * 60
 
 
 def test_what_was_read_for_one_request_outlives_what_is_read_for_the_next() -> None:
@@ -190,25 +188,16 @@ def test_what_was_read_for_one_request_outlives_what_is_read_for_the_next() -> N
 
 def test_a_prompt_that_comes_in_many_parts_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of it again with each part: of a long one that would take seconds."""
-    filled = 0
-    fill = StorageArrivals._fill
-
-    def counted(*args: Any) -> None:
-        nonlocal filled
-        filled += 1
-        fill(*args)
-
     monkeypatch.setattr(prefetch_steps, "_READ_PAGES", 2)
     monkeypatch.setattr(prefetch_steps, "_READ_TOKENS", 8)
-    monkeypatch.setattr(StorageArrivals, "_fill", counted)
-    with cases(pages=64) as made:
+    with cases(pages=64) as made, counted(StorageArrivals, "_fill") as filled:
         put(made.memory, range(160))
         made.rest()
         made.clear_host()
         assert made.storage.prefetches.prefetch("one", key(range(160)))
         made.rest()
         assert made.on_host(range(160)) == 160
-        assert filled == 20, "a part is a node"
+        assert filled.call_count == 20, "a part is a node"
         locks = [node.host and node.host.locks for node in made.memory.cache.tree.nodes()]
         assert locks == [1] * 20, "until the request has its turn"
         made.tiers.forget("one")
