@@ -99,15 +99,17 @@ class GrantingReceiver(ABC, Generic[Session]):
     def _serve(self, stream: Stream) -> None:
         with self._admit(stream) as session:
             self._send_pools(stream, session)
-            while (frame := self._next_frame(stream)) is not None:
+            frame = self._next_frame(stream)  # not idle: it has come to write
+            while frame is not None:
                 self._serve_one(stream, session, frame)
+                with self._listener.idle(stream):
+                    frame = self._next_frame(stream)
 
     def _next_frame(self, stream: Stream) -> Frame | None:
         """Wait for the next write, however long the peer is silent. None: the receiver is closing."""
-        with self._listener.idle(stream):
-            while not self._listener.closing.is_set():
-                with suppress(Silent):
-                    return stream.receive()
+        while not self._listener.closing.is_set():
+            with suppress(Silent):
+                return stream.receive()
         return None
 
     def _serve_one(self, stream: Stream, session: Session, frame: Frame) -> None:

@@ -4,6 +4,7 @@ of its own, and ends them all on close.
 A peer has a thread because its work is a blocking copy into the pool that releases the GIL. There are as many
 peers as sender threads in the cluster that have written to this worker lately, and at most `_MAX_PEERS`. When
 one more comes, the one that has been idle longest is dropped: its sender connects again for its next write.
+While none is idle, the new one waits, at most `silence_s`.
 
 Whoever has not proven the token is a stranger and does not count among the peers. There are at most
 `_MAX_STRANGERS`, each for at most `greeting_s`; when one more comes, or descriptors run out, the oldest is
@@ -17,6 +18,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -57,7 +59,8 @@ class Listener:
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._idle: dict[socket.socket, None] = {}  # peers between two writes, the longest idle first
         self._leaving: set[socket.socket] = set()  # peers that were dropped for others, with threads still
-        self._lock = threading.Lock()  # guards the peers
+        self._waiting: deque[tuple[float, Stream]] = deque()  # for a place, until that time (monotonic)
+        self._lock = threading.Lock()  # guards all peers
         self._strangers: dict[socket.socket, Greeting] = {}  # oldest first; the listening thread's own
         self._selector = selectors.DefaultSelector()
         self._dropped = 0  # strangers, since the last line about them in the log
@@ -78,6 +81,7 @@ class Listener:
         one. Raises Gone then, whatever has come."""
         with self._lock:
             self._idle[stream.sock] = None
+            self._admit_waiting()
         try:
             yield
         finally:
@@ -99,6 +103,8 @@ class Listener:
             peers = dict(self._peers)
             for sock in peers:
                 hang_up(sock)
+            while self._waiting:
+                self._waiting.popleft()[1].sock.close()
         for thread in peers.values():
             thread.join(_JOIN_S)
 
@@ -176,29 +182,45 @@ class Listener:
             self._dropped, self._log_at = 0, now + _LOG_EVERY_S
 
     def _admit(self, stream: Stream) -> None:
-        """The peer knows the token: give it a thread."""
-        sock = stream.sock
-        bound(sock, self._bounds.silence_s)
+        """The peer knows the token: give it a thread, at once or when there is a place."""
+        bound(stream.sock, self._bounds.silence_s)
         with self._lock:
-            if self._is_full() and self._idle:
+            self._forget_late()
+            if self.closing.is_set() or len(self._waiting) >= _MAX_PEERS:
+                log.warning("%s: refused a peer; there are %d", self._name, len(self._peers))
+                stream.sock.close()
+                return
+            self._waiting.append((time.monotonic() + self._bounds.silence_s, stream))
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Give places to those who wait for one, those of idle peers included. The caller holds the lock."""
+        self._forget_late()
+        while self._waiting and not self.closing.is_set() and (self._idle or not self._is_full()):
+            _, stream = self._waiting.popleft()
+            if self._is_full():
                 longest = next(iter(self._idle))
                 del self._idle[longest]
                 self._leaving.add(longest)
                 hang_up(longest)
-            if self._is_full() or self.closing.is_set():
-                log.warning("%s: refused a peer; there are %d", self._name, len(self._peers))
-                sock.close()
-                return
-            thread = threading.Thread(
-                target=self._run, args=(stream,), name=f"{self._name}-peer", daemon=True
-            )
-            self._peers[sock] = thread
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process may have no more threads
-                log.warning("%s: refused a peer: %s", self._name, error)
-                del self._peers[sock]
-                sock.close()
+            self._start(stream)
+
+    def _forget_late(self) -> None:
+        """Hang up on those who waited for a place as long as their senders do. The caller holds the lock."""
+        now = time.monotonic()
+        while self._waiting and self._waiting[0][0] <= now:
+            self._waiting.popleft()[1].sock.close()
+
+    def _start(self, stream: Stream) -> None:
+        """The caller holds the lock."""
+        thread = threading.Thread(target=self._run, args=(stream,), name=f"{self._name}-peer", daemon=True)
+        self._peers[stream.sock] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            log.warning("%s: refused a peer: %s", self._name, error)
+            del self._peers[stream.sock]
+            stream.sock.close()
 
     def _is_full(self) -> bool:
         """The caller holds the lock."""
@@ -217,6 +239,7 @@ class Listener:
                 del self._peers[stream.sock]
                 self._leaving.discard(stream.sock)
                 stream.sock.close()
+                self._admit_waiting()
 
 
 def hang_up(sock: socket.socket) -> None:

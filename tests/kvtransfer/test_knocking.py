@@ -7,8 +7,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from common.errors import TransferError
 from common.host import host_identity
 from kvtransfer import listener
 from kvtransfer.channel import Channel, Line
-from kvtransfer.frames import Challenge, Hello, bound, encode_frame, proof_of, receive_frame
+from kvtransfer.frames import Challenge, End, Hello, bound, encode_frame, proof_of, receive_frame, send_frame
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.select import open_sender
@@ -225,17 +226,24 @@ def test_a_wrong_token_is_refused_and_not_tried_for_ever() -> None:
 # -- more peers than there is room for ------------------------------------------------------------------
 
 
+def begun(receiver: PoolReceiver, room: int, page: int, senders: ExitStack) -> Channel:
+    """A peer in the middle of a write."""
+    endpoint, pages = receiver.endpoints[0], np.array([page])
+    receiver.open(room, 0, {"full": pages})
+    channel = senders.enter_context(closing(Channel(Line(knock(endpoint)), endpoint, QUICK)))
+    channel.begin(PageWrite(room, 0, "full", pages, pages), 64)
+    return channel
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_peer_that_has_been_idle_longest_gives_way_to_another(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "_MAX_PEERS", 2)
-    pages, other, source = np.arange(1, 3), np.array([3]), {"full": pool(4, 64, 1)}
+    pages, source = np.arange(1, 3), {"full": pool(4, 64, 1)}
     with receiving(backend, 4, 64, QUICK) as (receiver, _), ExitStack() as senders:
         endpoint = receiver.endpoints[0]
-        receiver.open(99, 0, {"full": other})
-        busy = senders.enter_context(closing(Channel(Line(knock(endpoint)), endpoint, QUICK)))
-        busy.begin(PageWrite(99, 0, "full", other, other), 64)
+        begun(receiver, 99, 3, senders)
         opened = [
             senders.enter_context(closing(open_sender(source, host_identity(), backend, bounds=QUICK)))
             for _ in range(3)
@@ -245,3 +253,44 @@ def test_the_peer_that_has_been_idle_longest_gives_way_to_another(
             assert sender.write(endpoint, PageWrite(room, 0, "full", pages, pages)) == 128
             assert receiver.close_room(room, 0).passed
         assert len(receiver.grants(99, 0)) == 1, "who writes is not dropped"
+
+
+def give_up(channel: Channel) -> None:
+    channel.stream.send(End(landed=False))
+    channel.close()
+
+
+@pytest.mark.parametrize("ends", [give_up, Channel.end], ids=["leaves", "becomes idle"])
+def test_a_peer_waits_while_all_places_are_taken_by_peers_that_write(
+    ends: Callable[[Channel], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_MAX_PEERS", 2)
+    with receiving("shm", 6, 64, QUICK) as (receiver, _), ExitStack() as senders:
+        first, _ = (begun(receiver, room, page, senders) for room, page in ((98, 3), (99, 4)))
+        other = threading.Thread(target=write_once, args=(receiver, 1))
+        other.start()
+        other.join(0.2)
+        assert other.is_alive(), "it has no place"
+        ends(first)
+        other.join(END_S)
+        assert not other.is_alive()
+        assert len(receiver.grants(99, 0)) == 1, "who writes is not dropped"
+
+
+def test_a_peer_does_not_wait_longer_than_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MAX_PEERS", 1)
+    bounds = replace(QUICK, silence_s=0.2)
+    with receiving("shm", 6, 64, bounds) as (receiver, _), ExitStack() as senders:
+        endpoint = receiver.endpoints[0]
+        busy = begun(receiver, 99, 4, senders)
+        with pytest.raises(TransferError):
+            Channel(Line(knock(endpoint)), endpoint, bounds)
+        sock, challenge = challenged(endpoint)
+        senders.enter_context(sock)
+        send_frame(sock, Hello(proof_of(endpoint.params["token"], challenge.nonce, bytes(16)), bytes(16)))
+        sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            sock.recv(1)
+        busy.end()
+        wait_dropped(sock)
+        write_once(receiver, 1)
