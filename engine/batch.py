@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -174,4 +174,13 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Finish the launched forwards and end the engine's threads. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class NoticesLoss(Protocol):
+    """An Engine that may lose a part of itself between two forwards."""
+
+    def check(self) -> None:
+        """Raises DeviceLost if no later forward will run. From any thread."""
         ...

@@ -48,6 +48,8 @@ class Launched:
             raise DeviceLost(f"a forward gave no result within {timeout_s} s") from error
         except Exception as error:
             raise DeviceLost(f"the device failed: {type(error).__name__}: {error}") from error
+        if isinstance(issued.read, DeviceLost):
+            raise issued.read
         if isinstance(issued.read, Exception):
             raise _failed(issued.read) from issued.read
         try:

@@ -21,8 +21,9 @@ from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import plain_dtype, read_weights, weight_files
-from engine.checkpoint.stored import StoredTensor, dequantise_parameters, move_parameters
+from engine.checkpoint.reader import nothing_divided, plain_dtype, read_weights, weight_files
+from engine.checkpoint.samples import WeightSamples
+from engine.checkpoint.stored import dequantise_parameters, move_parameters
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
@@ -34,6 +35,9 @@ from engine.module_replacements import (
     replacement_table,
     takes_stored_weights,
 )
+from engine.parallel.group import RankGroup
+from engine.parallel.shard import Shard
+from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
@@ -41,7 +45,6 @@ from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FINGERPRINT_VALUES = 64  # of each weight
 
 
 @dataclass(frozen=True)
@@ -67,24 +70,27 @@ class LoadedModel:
     kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4", "int4"
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load `config.model`, a directory or a hub id.
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+    """Load `config.model`, a directory or a hub id; with a group, the part of this rank. The spec is always
+    of the whole model.
 
     A directory is not looked up on the hub. Raises ConfigError if there is no usable model there, and
-    UnsupportedModel, before any weight is read, if the gate refuses the model.
+    UnsupportedModel, before any weight is read, if the gate refuses the model. `check_divisible` is for
+    groups.
     """
     # When a worker fails to start, the last line of its stderr is the error. Progress bars would hide it.
     transformers_logging.disable_progress_bar()
     local = _is_directory(config.model)
-    try:
-        whole = read_config(config.model, local)
-    except (OSError, ValueError) as error:
-        raise _unreadable(config.model, error) from error
+    whole = _config(config, local)
     hf_config = text_part(whole)
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config, local)
     check_weight_dtype(config, dtype)
-    model = _read(config, hf_config, dtype, local, is_part=hf_config is not whole)
+    shard = None if group is None else Shard(group.rank, group.size)
+    samples = WeightSamples()
+    model = _read(config, hf_config, dtype, local, shard, samples, is_text_part=hf_config is not whole)
+    if group is not None:
+        put_sums(model, group)
     move_parameters(model, torch.device(config.device))
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
@@ -92,14 +98,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
     )
-    attention = _attention_layers(model, hf_config)
+    attention = _attention_layers(model)
     _check_layers(groups, attention)
     spec = ModelSpec(
         groups=groups,
         vocab_size=hf_config.vocab_size,
         max_position=longest_context(hf_config),
         eos_token_ids=_eos_token_ids(model, hf_config),
-        fingerprint=_fingerprint(model, hf_config, _weights_name(config, dtype)),
+        fingerprint=_fingerprint(samples, hf_config, _weights_name(config, dtype)),
         model_type=hf_config.model_type,
         dtype=dtype,
     )
@@ -109,6 +115,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(model, spec, attention, replaced, tuple(sorted(kept)))
 
 
+def check_divisible(config: EngineConfig, ranks: int) -> None:
+    """Raises ConfigError, key `tp_size`, if so many ranks cannot divide the model, and like load_model if
+    there is none. No weight is read."""
+    hf_config = text_part(_config(config, _is_directory(config.model)))
+    check_model(hf_config)
+    Shard(0, ranks).config(hf_config)
+
+
 def read_tokenizer(model: str) -> str:
     """The contents of a model's tokenizer.json. Raises OSError if it has none."""
     return Path(str(cached_file(model, "tokenizer.json", local_files_only=_is_directory(model)))).read_text(
@@ -116,15 +130,23 @@ def read_tokenizer(model: str) -> str:
     )
 
 
-def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool, is_part: bool) -> Any:
-    """The model with its weights, some of which may be StoredTensors. `is_part`: of a checkpoint that has
-    more than text.
+def _read(
+    config: EngineConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    local: bool,
+    shard: Shard | None,
+    samples: WeightSamples,
+    is_text_part: bool,
+) -> Any:
+    """The model, or a part of it, with its weights, some of which may be StoredTensors. `is_text_part`: of a
+    checkpoint that has more than text.
 
     With accelerate each weight goes to another device when it is read; without it all are in the host's
     memory first. So are those of a model of which some stay stored: transformers would reserve the GPU's
     memory for all weights dequantised, in one piece, which is not given back while a weight is in it.
     """
-    plain = copy.deepcopy(hf_config)
+    plain = copy.deepcopy(hf_config) if shard is None else shard.config(hf_config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config  # transformers would replace modules, and needs a GPU for some formats
     on_cpu = torch.device(config.device).type == "cpu"
@@ -132,8 +154,9 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool,
         form = stored_format(hf_config)
         keep = form is not None and takes_stored_weights(config, dtype)
         direct = not on_cpu and not keep and is_accelerate_available()
-        weights = read_weights(config.model, form, dtype, local, keep)
-        if is_part:
+        divide = nothing_divided if shard is None else shard.division
+        weights = read_weights(config.model, form, dtype, local, keep, samples, divide)
+        if is_text_part:
             weights = text_weights(weights)
             plain.update({"tie_word_embeddings": "lm_head.weight" not in weights})
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
@@ -176,6 +199,13 @@ def _generation_config(config: EngineConfig, local: bool) -> GenerationConfig | 
         ) from error
 
 
+def _config(config: EngineConfig, local: bool) -> Any:
+    try:
+        return read_config(config.model, local)
+    except (OSError, ValueError) as error:
+        raise _unreadable(config.model, error) from error
+
+
 def _is_directory(model: str) -> bool:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
@@ -209,10 +239,10 @@ def _dtype(config: EngineConfig, hf_config: Any, local: bool) -> torch.dtype:
         raise _unreadable(config.model, error) from error
 
 
-def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer, ...]:
+def _attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
     """Every attention module, in layer order. The modules are read, not the config, because they compute."""
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
-    heads = hf_config.num_attention_heads
+    heads = model.config.num_attention_heads  # of this rank
     return tuple(
         AttentionLayer(
             m.layer_idx,
@@ -266,25 +296,11 @@ def _weights_name(config: EngineConfig, dtype: torch.dtype) -> str:
     return f"{dtype} int8" if config.weight_dtype == "int8" else str(dtype)
 
 
-def _fingerprint(model: nn.Module, hf_config: Any, weights: str) -> str:
-    """Digest of the configuration and of evenly spaced values of every weight.
-
-    It includes values because two fine-tunes of one model have equal shapes and must not exchange KV. It does
-    not include all of them because hashing gigabytes would double the load time.
-    """
+def _fingerprint(samples: WeightSamples, hf_config: Any, weights: str) -> str:
+    """Digest of the configuration and of values of every weight."""
     settings = hf_config.to_diff_dict()
     for incidental in ("_name_or_path", "transformers_version", "dtype", "attn_implementation"):
         settings.pop(incidental, None)
     digest = hashlib.sha256(json.dumps([settings, weights], sort_keys=True, default=str).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        values = _evenly_spaced(weight).float().cpu().numpy()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(values.tobytes())
+    samples.digest_into(digest)
     return digest.hexdigest()
-
-
-def _evenly_spaced(weight: torch.Tensor) -> torch.Tensor:
-    step = max(1, weight.numel() // _FINGERPRINT_VALUES)
-    if isinstance(weight, StoredTensor):
-        return weight.numbers_at(range(0, weight.numel(), step))
-    return weight.flatten()[::step]

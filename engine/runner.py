@@ -8,8 +8,8 @@ result is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,27 +18,27 @@ import numpy.typing as npt
 import torch
 
 from engine.argmax import Argmax, argmax, finite_rows
-from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch, PooledPrompt
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
-from engine.cpu.threads import few_tokens
 from engine.cuda.draw import load_draw
 from engine.cuda.experts import experts_wait
 from engine.cuda.stored_experts import StoredExperts
 from engine.device_copies import FetchedTensor, upload
+from engine.errors import DeviceLost
+from engine.forward import ModelForward
 from engine.grammar import GrammarCompiler
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, Replayed, StepInputs
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue, Read
 from engine.loader import LoadedModel, read_tokenizer
-from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.pooled_prompts import by_sequence, pool_prompts
+from engine.ranks.ranks import Ranks
 from engine.sampler import Sampled, Sampler, read_argmax
 from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
-from kvcache.pool import KVCache, MambaPool
+from kvcache.pool import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +59,19 @@ class ModelRunner:
         pools: Mapping[str, KVCache],
         config: EngineConfig,
         completions: Completions | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`completions` are by default those of `config.device`."""
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        """`completions` are by default those of `config.device`. `ranks`: the others, if the model is one
+        rank's part and the pools have its heads; `close` ends them."""
         self.spec = loaded.spec
         self.kept_formats = loaded.kept
-        self.attention = build_layers(config, loaded, pools)
-        self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
+        self._ranks = ranks
+        self.forward = ModelForward(loaded, pools, config)
+        self.attention = self.forward.attention
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)
         stored = any(isinstance(module, StoredExperts) for module in loaded.model.modules())
         self._experts_wait = not stored and experts_wait(loaded.model.config, loaded.spec.dtype, self._device)
-        states = pools.get("state")
-        self._states = PackedStates(states) if isinstance(states, MambaPool) else None
         self._last_tokens = LastTokens(self._device)
         completions = completions or completions_of(self._device)
         self._sampler = Sampler(
@@ -87,7 +86,7 @@ class ModelRunner:
     def record_decode(self, limits: DecodeLimits, recorder: Recorder | None = None) -> None:
         """From now on run decode steps within `limits` from recorded graphs, if every layer can be recorded.
         By default they are CUDA graphs, all recorded now. Call it before the first launch."""
-        with self._current_device():
+        with self.forward.current_device():
             load_draw(self.spec.vocab_size, self.spec.dtype, self._device)
         if not self.attention.recordable:
             log.info("decode steps are not recorded: an attention backend reads the batch on the host")
@@ -97,17 +96,28 @@ class ModelRunner:
             return
         self._last_tokens = LastTokens(self._device, limits.rows + 1)
         self._graphs = DecodeGraphs(
-            limits, self.attention, self._states, self._step, recorder or CudaRecorder(), self._device
+            limits, self.attention, self.forward.states, self._step, recorder or CudaRecorder(), self._device
         )
-        with torch.inference_mode(), self._current_device():
+        with torch.inference_mode(), self.forward.current_device():
             self._graphs.record_all()
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks that compute the model, this one included."""
+        return 1 if self._ranks is None else self._ranks.group.size
 
     def launch(self, batch: ForwardBatch) -> Launched:
         return self._queue.launch(lambda: self.issue(batch), is_brief=self._is_brief(batch))
 
+    def check(self) -> None:
+        if self._ranks is not None:
+            self._ranks.check()
+
     def close(self) -> None:
         self.grammars.close()
         self._queue.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _is_brief(self, batch: ForwardBatch) -> bool:
         """Whether the host has little to issue: a replay, and sampling that waits for no earlier token."""
@@ -117,8 +127,14 @@ class ModelRunner:
     def issue(self, batch: ForwardBatch) -> Read:
         """Put the forward on the device. Nothing waits for the device."""
         recording = self._last_tokens.placeholders_on_failure(batch)
-        few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
-        with torch.inference_mode(), self._current_device(), few, recording:
+        forward = self.forward
+        with (
+            torch.inference_mode(),
+            forward.current_device(),
+            forward.threads_for(batch),
+            recording,
+            self._all_ranks_or_none(),
+        ):
             replayed = self._replayed(batch)
             if replayed is None:
                 return self._sampled(batch, *self._computed(batch))
@@ -175,9 +191,15 @@ class ModelRunner:
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return upload(array, self._device)
 
-    def _current_device(self) -> AbstractContextManager[object]:
-        """Events, graphs and FlashInfer's plans are on the current device, which is a thread's own."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+    @contextmanager
+    def _all_ranks_or_none(self) -> Iterator[None]:
+        """A forward that fails on one of several ranks leaves the others waiting for it."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks is None:
+                raise
+            raise DeviceLost(f"the ranks are out of step: {type(error).__name__}: {error}") from error
 
     def _replayed(self, batch: ForwardBatch) -> Replayed | None:
         """What the graph of the batch's size computes; None if there is none."""
@@ -199,7 +221,7 @@ class ModelRunner:
         """A decode step over fixed addresses; recorded. The best token of each row is kept as its last one;
         what the sampler chooses instead replaces it."""
         ids = self._last_tokens.fill(inputs.input_ids, inputs.rows)
-        hidden = self._through_layers(ids, inputs.positions, layers, states)
+        hidden = self.forward.of_inputs(ids, inputs.positions, layers, states)
         logits = self._lm_head(hidden)
         best = argmax(logits)
         self._last_tokens.keep(inputs.rows, best.tokens)
@@ -211,7 +233,7 @@ class ModelRunner:
 
         No other token goes through lm_head. Call it while nothing is launched.
         """
-        with self._current_device():
+        with self.forward.current_device():
             every = tuple(PooledPrompt(sequence, 0) for sequence in range(len(batch.q_lens)))
             hidden = self._hidden(replace(batch, pooled=every))
             logits: torch.Tensor = self._lm_head(hidden[upload(places, self._device)])
@@ -220,24 +242,9 @@ class ModelRunner:
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
         input_ids = self._last_tokens.resolve(batch)
-        self.attention.prepare(batch)
-        if self._states is not None:
-            self._states.prepare(batch)
-        positions = upload(batch.positions, self._device)
-        return self._through_layers(input_ids, positions, self.attention, self._states)
-
-    def _through_layers(
-        self, ids: torch.Tensor, positions: torch.Tensor, layers: PagedLayers, states: PackedStates | None
-    ) -> torch.Tensor:
-        output = self._decoder(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            past_key_values=PagedCache(states),
-            use_cache=False,
-            paged=layers,
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        if self._ranks is not None:
+            self._ranks.compute(batch, input_ids)
+        return self.forward.of_batch(batch, input_ids)
 
 
 def _failures(

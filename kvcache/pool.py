@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -132,8 +133,12 @@ class TokenKVCache(KVCache, Generic[Spec]):
         buffer: PoolBuffer | None = None,
     ) -> None:
         super().__init__(spec, num_pages, page_size, device, buffer)
+        self._show(spec, self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size)))
+
+    def _show(self, spec: Spec, data: torch.Tensor) -> None:
+        """Part of the constructor. `data` is all of the storage, or what is seen of it."""
         self.spec = spec
-        self.data = self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size))
+        self.data = data
         self._rows: QuantisedRows | None = None
         if spec.stored is not KVFormat.AUTO:
             codes = self.data.view(torch.uint8).flatten(-2)
@@ -170,6 +175,17 @@ class MHAKVCache(TokenKVCache[KVGroupSpec]):
     def read_pages(self, place: int, pages: torch.Tensor) -> torch.Tensor:
         """`[pages, K or V, head, page_size, head_dim]` of the layer at `place` in a page, copied."""
         return self._read((pages, place))
+
+
+class HeadsOfKVCache(MHAKVCache):
+    """Some heads of another MHAKVCache, in its memory: what one of several ranks reads and writes."""
+
+    def __init__(self, whole: MHAKVCache, heads: range) -> None:
+        spec = whole.spec
+        KVCache.__init__(
+            self, spec, whole.num_pages, whole.page_size, whole.device, PoolBuffer(whole.bytes.view(-1))
+        )
+        self._show(replace(spec, kv_heads=len(heads)), whole.data[:, :, :, heads.start : heads.stop])
 
 
 class MLAKVCache(TokenKVCache[LatentGroupSpec]):

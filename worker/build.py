@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import TIMEOUT_MAX
 
+from common.errors import ConfigError
 from common.start_log import start_log
 from engine.batch import Engine
 from engine.config import EngineConfig
@@ -26,6 +27,7 @@ from worker.capacity import cache_config, chosen_config, host_budget
 from worker.device import choose_device
 from worker.gpu_build import build_on_gpu
 from worker.options import WorkerOptions
+from worker.rank_build import build_of_ranks
 from worker.start_report import start_report
 
 _FAKE_POOL_TOKENS = 1 << 16
@@ -39,6 +41,8 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
     """
     overlap = bool(overlap_depth(options))
     if options.engine == "fake":
+        if options.tp_size > 1:
+            raise ConfigError("tp_size", f"it is {options.tp_size}, and the engine is fake", "use 1")
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
         chosen = _named(chosen_config(options, reserves, "cpu"), lambda: _fake_digest(options))
         memory = build_memory(cache_config(options, spec, chosen, host_budget(options)), spec.groups)
@@ -52,11 +56,13 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
         device=str(choose_device(options.device)),
         attention=options.attention_backend,
         linear=options.linear_backend,
-        threads=options.threads or max(1, (os.cpu_count() or 2) // 2),
+        threads=max(1, (options.threads or (os.cpu_count() or 2) // 2) // options.tp_size),
         overlap=overlap,
     )
     chosen = _named(chosen_config(options, reserves, config.device), lambda: model_digest(config))
-    if config.device != "cpu":
+    if options.tp_size > 1:
+        runner, memory = build_of_ranks(options, config, chosen)
+    elif config.device != "cpu":
         runner, memory = build_on_gpu(options, config, chosen)
     else:
         loaded = load_model(config)

@@ -20,6 +20,8 @@ from msgspec.structs import replace
 
 from common.errors import WorkerLost
 from common.host import host_identity, process_start
+from engine.batch import NoticesLoss
+from engine.errors import DeviceLost
 from kvcache.memory import MemoryReport
 from scheduler.rates import FORWARD_FACTOR
 from scheduler.req import RequestLimits
@@ -169,6 +171,11 @@ class Worker:
             raise WorkerLost(f"the engine loop of {self.id} died: {self._failure!r}")
         if self._watchdog.failure is not None:
             raise WorkerLost(f"{self.id}: {self._watchdog.failure}")
+        if isinstance(self.parts.engine, NoticesLoss):
+            try:
+                self.parts.engine.check()
+            except DeviceLost as error:
+                raise WorkerLost(f"{self.id}: {error}") from error
         if self._heartbeat is not None:
             self._heartbeat.check()
 

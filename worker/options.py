@@ -48,6 +48,12 @@ class EngineOptions(Options):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto (a GPU where there is one), cpu, cuda or cuda:N",
     )
+    tp_size: int = Field(
+        1,
+        ge=1,
+        description="ranks: processes that compute the model together, each a part of every layer (tensor "
+        "parallelism)",
+    )
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = Field(
         "auto", description="auto: flashinfer on a GPU, cpu where its kernels are compiled, else torch"
     )
@@ -61,8 +67,8 @@ class EngineOptions(Options):
     threads: int | None = Field(
         None,
         ge=1,
-        description="compute threads; None: under Ray Serve num_cpus, with `baton serve` the cores divided "
-        "by the workers, in a worker by itself half the cores; at least 1",
+        description="compute threads, of all ranks together; None: under Ray Serve num_cpus, with `baton "
+        "serve` the cores divided by the workers, in a worker by itself half the cores; at least 1",
     )
     overlap_depth: Literal[0, 1] | None = Field(
         None,

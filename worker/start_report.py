@@ -12,15 +12,17 @@ from kvcache.memory import Memory
 
 
 def start_report(config: EngineConfig, runner: ModelRunner, memory: Memory) -> str:
-    """Device, instruction set, dtypes, attention backends, threads, KV capacity."""
+    """Device, instruction set, dtypes, attention backends, ranks, threads, KV capacity."""
     weights = str(runner.spec.dtype).removeprefix("torch.")
     parts = [
         _device(config),
         f"{weights} weights{_format(config, runner)}",
         f"attention by {', '.join(runner.attention.backend_names) or 'no backend'}",
     ]
+    if runner.rank_count > 1:
+        parts.append(f"ranks: {runner.rank_count}")
     if torch.device(config.device).type == "cpu":
-        parts.append(f"threads: {torch.get_num_threads()}")
+        parts.append(f"threads: {torch.get_num_threads() * runner.rank_count}")
     sizes = memory.config
     nbytes = sum(pool.bytes.nbytes for pool in memory.kv_caches.values())
     per_token = (

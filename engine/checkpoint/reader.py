@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
+from engine.checkpoint.samples import WeightSamples
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _SERVED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,6 +28,29 @@ _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8")
 """Numbers that are no weights without a scale. Tensors other than weights may be bytes, words or booleans."""
 _OF_ACTIVATIONS = ("input_zero_point", "output_zero_point")
 """Of activations, which stay plain: compressed-tensors stores their zero points as it would store them."""
+
+
+class Division(NamedTuple):
+    """Which part of a weight is read: one of `size` equal ones along a dimension."""
+
+    dim: int
+    rank: int
+    size: int
+
+    def of(self, count: int) -> slice:
+        """The part of a dimension of `count`. Raises ValueError if it has no such parts."""
+        if count % self.size:
+            raise ValueError(f"{count} is not divided by {self.size}")
+        return slice(count // self.size * self.rank, count // self.size * (self.rank + 1))
+
+
+Divide = Callable[[str], Division | None]
+"""The part of a weight, by its name; None: all of it."""
+
+
+def nothing_divided(name: str) -> None:
+    """Every weight is read whole."""
+    del name
 
 
 class CountedTensor:
@@ -50,38 +74,85 @@ class CountedTensor:
         return tensor
 
 
+class PlainWeight:
+    """A weight that is one tensor of a file, or a part of it."""
+
+    def __init__(self, name: str, stored: Stored, samples: WeightSamples, division: Division | None) -> None:
+        self._name = name
+        self._stored = stored
+        self._samples = samples
+        self._division = division
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        assert index is ..., "weights are read at once"
+        shape, division = self._stored.get_shape(), self._division
+        if division is not None and len(shape) == 2:
+            self._samples.take_from_file(self._name, self._stored)
+            part = division.of(shape[division.dim])
+            return self._stored[part] if division.dim == 0 else self._stored[:, part]
+        whole = self._stored[...]
+        self._samples.take(self._name, whole)
+        return whole if division is None else _part(whole, division)
+
+
 class QuantisedWeight:
     """A weight that is put together when it is read."""
 
     def __init__(
-        self, name: str, form: Format, parts: Mapping[str, Stored], dtype: torch.dtype, keep: bool
+        self,
+        name: str,
+        form: Format,
+        parts: Mapping[str, Stored],
+        dtype: torch.dtype,
+        keep: bool,
+        samples: WeightSamples,
+        division: Division | None,
     ) -> None:
+        """A part of one is dequantised."""
         self._name = name
         self._format = form
         self._parts = parts
         self._dtype = dtype
-        self._keep = keep
+        self._keep = keep and division is None
+        self._samples = samples
+        self._division = division
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Raises ValueError if the stored tensors do not fit together."""
+        assert index is ..., "weights are read at once"
         parts = {suffix: stored[...] for suffix, stored in self._parts.items()}
         try:
             weight = self._format.read(parts, self._dtype)
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from error
+        self._samples.take(self._name, weight)
         whole = weight if self._keep else weight.dequantised()
-        return whole if index is ... else whole[index]
+        return whole if self._division is None else _part(whole, self._division)
+
+
+def _part(whole: torch.Tensor, division: Division) -> torch.Tensor:
+    """A copy, so that the whole is freed."""
+    part = division.of(whole.shape[division.dim])
+    return (whole[part] if division.dim == 0 else whole[:, part]).clone()
 
 
 def read_weights(
-    model: str, form: Format | None, dtype: torch.dtype, local: bool, keep: bool
-) -> dict[str, Stored | QuantisedWeight]:
+    model: str,
+    form: Format | None,
+    dtype: torch.dtype,
+    local: bool,
+    keep: bool,
+    samples: WeightSamples | None = None,
+    divide: Divide = nothing_divided,
+) -> dict[str, PlainWeight | QuantisedWeight]:
     """All weights of `model`, a directory or a hub id, by the names they have when they are not quantised.
 
     Only headers are read. `local`: nothing is downloaded. Quantised weights are given in `dtype`, others as
-    they are stored. `keep`: they are StoredTensors, else dequantised. Raises OSError or SafetensorError for
-    files that are missing or damaged, and ValueError if a quantised weight is incomplete.
+    they are stored. `keep`: they are StoredTensors, else dequantised. `samples` takes those of a weight when
+    it is read. Raises OSError or SafetensorError for files that are missing or damaged, and ValueError if a
+    quantised weight is incomplete.
     """
+    samples = samples or WeightSamples()
     stored: dict[str, Stored] = {}
     paths = weight_files(model, local)
     progress = StartProgress("weights read", sum(Path(path).stat().st_size for path in paths))
@@ -89,31 +160,32 @@ def read_weights(
         file = _opened(path)
         names = file.keys()
         stored |= {name: CountedTensor(file.get_slice(name), progress) for name in names}
-    weights: dict[str, Stored | QuantisedWeight] = dict(stored)
+    quantised: dict[str, QuantisedWeight] = {}
     if form is not None:
-        _put_together(weights, form, dtype, keep)
-    for name, weight in weights.items():
-        if isinstance(weight, QuantisedWeight) or name.endswith(_OF_ACTIVATIONS):
+        for name, parts in _parts_of_quantised(stored, form).items():
+            quantised[name] = QuantisedWeight(name, form, parts, dtype, keep, samples, divide(name))
+    for name, weight in stored.items():
+        if name.endswith(_OF_ACTIVATIONS):
             continue
         stored_as = weight.get_dtype()
         if stored_as in _CODES or (name.endswith(".weight") and stored_as not in _PLAIN):
             lacks = "quantization_config in config.json" if form is None else form.parts[0]
             raise ValueError(f"{name} is stored as {stored_as}, without {lacks}")
-    return weights
+    plain = {name: PlainWeight(name, tensor, samples, divide(name)) for name, tensor in stored.items()}
+    return {**plain, **quantised}
 
 
-def _put_together(
-    weights: dict[str, Stored | QuantisedWeight], form: Format, dtype: torch.dtype, keep: bool
-) -> None:
-    """Replace the tensors of each quantised weight by the weight."""
-    for name in [name for name in weights if name.endswith(form.parts[0])]:
+def _parts_of_quantised(stored: dict[str, Stored], form: Format) -> dict[str, dict[str, Stored]]:
+    """Take the tensors of quantised weights out of `stored`: by the weight's name and their suffix."""
+    weights: dict[str, dict[str, Stored]] = {}
+    for name in [name for name in stored if name.endswith(form.parts[0])]:
         stem = name.removesuffix(form.parts[0])
-        parts = {suffix: weights.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}
+        parts = {suffix: stored.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}
         missing = [stem + suffix for suffix in form.parts if parts[suffix] is None]
         if missing:
             raise ValueError(f"{name} is there, but not {', '.join(missing)}")
-        found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
-        weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
+        weights[stem + form.result] = {suffix: part for suffix, part in parts.items() if part is not None}
+    return weights
 
 
 def _opened(path: str | Path) -> Any:

@@ -17,6 +17,7 @@ from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights
 from engine.cpu.op import AttentionCall, kernels
 from engine.paged_layers import DecoderOutput, PagedLayers
+from engine.parallel.sums import is_divided
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """The transformers classes that FusedDecoder computes."""
@@ -61,6 +62,7 @@ def fusible(model: Any) -> bool:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
         type(model).__name__ in MODELS
+        and not is_divided(model)
         and config.hidden_act == "silu"
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         and getattr(config, "sliding_window", None) is None

@@ -22,6 +22,7 @@ from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers, TellsReadRows
+from engine.parallel.sums import is_divided
 from engine.positions import longest_context
 
 MODELS = (
@@ -36,6 +37,7 @@ def fusible(model: Any) -> bool:
     config = model.config
     return (
         type(model).__name__ in MODELS
+        and not is_divided(model)
         and all(hasattr(layer.mlp, "experts") or fusible_mlp(layer.mlp) for layer in model.layers)
         and _head_dim(config) in HEAD_DIMS
     )

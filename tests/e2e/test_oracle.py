@@ -2,8 +2,9 @@
 
 Real separate processes, real transports, HTTP in front. `make oracle` runs the whole matrix: for dense
 families colocated and shm in full, tcp and mooncake as a pairwise covering set; for those with latents,
-windows and states a pairwise covering set of everything. `make test` runs a subset with every family, page
-size, chunk size and transport in it. tests/engine/test_oracle_mutations.py proves that the oracle can fail.
+windows and states a pairwise covering set of everything; and one for workers of several ranks. `make test`
+runs a subset with every family, page size, chunk size and transport in it.
+tests/engine/test_oracle_mutations.py proves that the oracle can fail.
 
 The tiny models' window is 24 tokens and a state is kept every 32: chunks of 20 and of 56 cut both, and pages.
 """
@@ -37,15 +38,24 @@ class Case(NamedTuple):
     path: str  # "colocated" or a transfer backend
     overlap: int = 0
     prefix_cache: str = "radix"
+    tp_sizes: tuple[int, int] = (1, 1)  # of prefill and decode workers
 
     def __str__(self) -> str:
         chunk = self.chunk or "unlimited"
         more = "-overlap" * self.overlap + "-uncached" * (self.prefix_cache == "none")
+        more += "-tp{}to{}".format(*self.tp_sizes) * (self.tp_sizes != (1, 1))
         return f"{self.model_type}-page{self.page_size}-chunk{chunk}-{self.path}{more}"
 
 
 DENSE_PAGES, DENSE_CHUNKS = (1, 16), (32, None)
 AXES = [(*LATENT, *WINDOWED, *HYBRID), (1, 16, 64), (20, 56, None), PATHS, (0, 1), ("radix", "none")]
+
+DIVIDED = (*DENSE, "mistral_window", "gemma2", "gemma3_text")
+"""Families that several ranks compute."""
+TP_AXES = [
+    tuple(family for family in DIVIDED if family != "phi3"),
+    *((1, 16), (20, None), PATHS, (0, 1), ("radix", "none"), ((1, 2), (2, 1), (2, 2))),
+]
 
 
 def full_matrix() -> list[Case]:
@@ -56,7 +66,8 @@ def full_matrix() -> list[Case]:
         page, chunk = i % 2, i // 2 % 2
         cases.append(Case(family, DENSE_PAGES[page], DENSE_CHUNKS[chunk], "tcp"))
         cases.append(Case(family, DENSE_PAGES[1 - page], DENSE_CHUNKS[1 - chunk], "mooncake"))
-    return cases + [Case(*row) for row in covering(AXES)]  # type: ignore[arg-type]
+    cases += [Case(*row) for row in covering(AXES)]  # type: ignore[arg-type]
+    return cases + [Case(*row) for row in covering(TP_AXES)]  # type: ignore[arg-type]
 
 
 SUBSET = [
@@ -79,6 +90,8 @@ SUBSET = [
     Case("qwen3_5_moe_text", 64, 20, "tcp"),
     Case("falcon_h1", 64, None, "colocated"),
     Case("lfm2", 16, 56, "tcp"),
+    Case("qwen3", 16, 20, "shm", overlap=1, tp_sizes=(2, 1)),
+    Case("gemma2", 16, 20, "tcp", tp_sizes=(1, 2)),
 ]
 
 
@@ -167,6 +180,9 @@ def served(case: Case, model: Model, tmp_path_factory: pytest.TempPathFactory) -
         overlap_depth=case.overlap,
         prefix_cache=case.prefix_cache,
         kv_checksums="all" if case.path == "tcp" else "sampled",
+        by_role={
+            role: {"tp_size": size} for role, size in zip(("prefill", "decode"), case.tp_sizes, strict=True)
+        },
         **options,
     ) as running:
         yield running

@@ -29,7 +29,7 @@ def note_chosen(runner: ModelRunner) -> dict[str, set[int]]:
     def noting(name: str) -> Callable[[Any, Any], None]:
         return lambda _module, inputs: chosen.setdefault(name, set()).update(inputs[1].flatten().tolist())
 
-    for name, module in runner._decoder.named_modules():
+    for name, module in runner.forward.decoder.named_modules():
         if type(module).__name__.endswith("Experts"):
             module.register_forward_pre_hook(noting(name))
     return chosen
@@ -67,7 +67,7 @@ def test_experts_that_no_token_chose_are_not_read(
     assert chosen
     spared = 0
     for name, hit in list(chosen.items()):
-        for parameter in runner._decoder.get_submodule(name).parameters():
+        for parameter in runner.forward.decoder.get_submodule(name).parameters():
             idle = sorted(set(range(len(parameter))) - hit)
             parameter[idle] = torch.nan
             spared += len(idle)
@@ -100,6 +100,6 @@ def test_packed_experts_that_no_token_chose_are_not_read(tmp_path: Path) -> None
     assert spared
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     runner, _ = open_pools(path, PAGE, PAGES, "bfloat16", linear="packed")
-    kinds = {type(runner._decoder.get_submodule(module)).__name__ for module in chosen}
+    kinds = {type(runner.forward.decoder.get_submodule(module)).__name__ for module in chosen}
     assert kinds == {"PackedExperts"}
     assert logits_of(runner, 1).equal(before)

@@ -29,7 +29,7 @@ def poison(runner: ModelRunner, token: int, value: float) -> None:
         output[inputs[0] == token, 3] = value
         return output
 
-    runner._decoder.embed_tokens.register_forward_hook(spoil)
+    runner.forward.decoder.embed_tokens.register_forward_hook(spoil)
 
 
 def unused_token(expected: Sequence[Sequence[int]]) -> int:

@@ -24,7 +24,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_runner
+from tests.support.rank_rig import open_ranks
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
 LAW = 1.5
@@ -32,6 +34,7 @@ EVERY = [*FAMILIES, *MIXED]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 SEQUENCES, LENGTH = 8, 256
 PAGE = 16
+PAGES = SEQUENCES * LENGTH // PAGE
 
 
 class Backend(NamedTuple):
@@ -122,11 +125,10 @@ def forced(backend: Backend) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def teacher_forced(yardstick: Yardstick, backend: Backend) -> torch.Tensor:
-    """Logits [SEQUENCES, LENGTH, vocab] of our path, in packs that mix decode rows and chunks."""
-    pages = SEQUENCES * LENGTH // PAGE
-    runner, _ = open_runner(yardstick.path, PAGE, pages, "bfloat16", backend.attention, backend.linear)
-    driver, rng = Driver(runner, pages, PAGE), random.Random(5)
+def teacher_forced(yardstick: Yardstick, runner: ModelRunner) -> torch.Tensor:
+    """Logits [SEQUENCES, LENGTH, vocab] of our path, in packs that mix decode rows and chunks. The runner has
+    PAGES pages."""
+    driver, rng = Driver(runner, PAGES, PAGE), random.Random(5)
     lanes = [driver.add(ids) for ids in yardstick.ids.tolist()]
     logits = torch.empty_like(yardstick.exact)
     while unfinished := [i for i, lane in enumerate(lanes) if lane.done < LENGTH]:
@@ -146,10 +148,30 @@ def test_oracle_bfloat16_is_within_transformers_own_rounding(
 ) -> None:
     yardstick = yardstick_of(model, tmp_path_factory.getbasetemp())
     with forced(backend):
-        logits = teacher_forced(yardstick, backend)
+        runner, _ = open_runner(yardstick.path, PAGE, PAGES, "bfloat16", backend.attention, backend.linear)
+        logits = teacher_forced(yardstick, runner)
+    check_law(yardstick, logits, str(backend))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.oracle),
+        pytest.param("llama", marks=pytest.mark.oracle_full),
+    ],
+)
+def test_oracle_bfloat16_of_two_ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each rank's summand is rounded before they are added."""
+    yardstick = yardstick_of(model, tmp_path_factory.getbasetemp())
+    with open_ranks(yardstick.path, 2, PAGE, PAGES, dtype="bfloat16") as (runner, _):
+        logits = teacher_forced(yardstick, runner)
+    check_law(yardstick, logits, "two ranks")
+
+
+def check_law(yardstick: Yardstick, logits: torch.Tensor, who: str) -> None:
     ours, theirs = (logits - yardstick.exact).abs(), yardstick.error
     worst, mean = float(ours.max() / theirs.max()), float(ours.mean() / theirs.mean())
-    print(f"{yardstick.path.name} {backend}: max {worst:.2f}, mean {mean:.2f} of transformers' error")  # noqa: T201
+    print(f"{yardstick.path.name} {who}: max {worst:.2f}, mean {mean:.2f} of transformers' error")  # noqa: T201
     best = yardstick.exact.topk(2, dim=-1).values
     contradicted = logits.argmax(-1) != yardstick.exact.argmax(-1)
     margins = (best[..., 0] - best[..., 1])[contradicted]

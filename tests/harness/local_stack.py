@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -118,10 +118,12 @@ def stack(
     runner: tuple[str, ...] = (),
     directory_port: int = 0,
     switching: bool = False,
+    by_role: Mapping[str, dict[str, Any]] | None = None,
     **worker: Any,
 ) -> Iterator[Stack]:
     """Start a stack serving `model` as "m", with files in `directory`, and end it whatever happens. `runner`
-    as in Child. `switching`: the workers can change their roles."""
+    as in Child. `switching`: the workers can change their roles. `by_role`: options of "prefill" and "decode"
+    workers beside those of all."""
     with ExitStack() as cleanup:
         given = router or {}
         shared = DirectoryOptions.model_fields.keys() - {"port"}
@@ -136,7 +138,7 @@ def stack(
             Child("router", {**common, "port": 0, "admin_ports": "0", **given}, directory, runner)
         )
         front.wait_ready()
-        options = {**common, **worker}
+        own = by_role or {}
         nodes = {
             role: [
                 cleanup.enter_context(
@@ -147,6 +149,7 @@ def stack(
                 for _ in range(count)
             ]
             for role, count in (("prefill", prefill), ("decode", decode))
+            for options in ({**common, **worker, **own.get(role, {})},)
         }
         for node in (*nodes["prefill"], *nodes["decode"]):
             node.wait_ready()

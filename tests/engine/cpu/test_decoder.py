@@ -41,7 +41,7 @@ def fused(path: Path, weight_dtype: str = "auto") -> tuple[ModelRunner, Any]:
     runner, pool = open_runner(
         path, PAGE, PAGES, dtype="bfloat16", attention="cpu", linear="packed", weight_dtype=weight_dtype
     )
-    assert isinstance(runner._decoder, FusedDecoder)
+    assert isinstance(runner.forward.decoder, FusedDecoder)
     pool.bytes.zero_()
     return runner, pool
 

@@ -163,7 +163,7 @@ def test_no_copy_of_the_cache_is_made(form, family, attention, tmp_path):
             batch = driver.batch([(lane, chunk)])
             with made:
                 runner.logits(batch, np.array([chunk - 1]))
-    weights = max(weight.untyped_storage().nbytes() for weight in runner._decoder.parameters())
+    weights = max(weight.untyped_storage().nbytes() for weight in runner.forward.decoder.parameters())
     heads = 4  # latent attention: scores of every head, in the reference alone
     allowed = max(weights, 4 * layer_values * 1216 * (heads if family == "deepseek_v2" else 1))
     if attention == "cpu":

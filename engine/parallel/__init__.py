@@ -1,0 +1,1 @@
+"""Tensor parallelism: a model divided into parts that several ranks compute together."""

@@ -1,0 +1,60 @@
+"""Puts sums over the ranks into a model that is one rank's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.expert_classes import EXPERTS
+from engine.parallel.group import RankGroup
+
+_BY_INPUTS = ("o_proj", "down_proj")
+
+
+class SummedLinear(nn.Module):
+    """A projection that is divided by inputs: its outputs are summed over the ranks, then comes its bias."""
+
+    def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        self.linear = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.linear.weight = linear.weight
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs of this rank] -> [..., outputs]."""
+        out: torch.Tensor = self.linear(x)
+        self._group.sum(out)
+        return out if self.bias is None else out + self.bias
+
+
+class SummedExperts(nn.Module):
+    """The experts of a mixture, each divided: what they return is summed over the ranks."""
+
+    def __init__(self, experts: nn.Module, group: RankGroup) -> None:
+        super().__init__()
+        self.experts = experts
+        self._group = group
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the experts take and return."""
+        out: torch.Tensor = self.experts(*args, **kwargs)
+        self._group.sum(out)
+        return out
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the model has sums over ranks."""
+    return any(isinstance(module, SummedLinear) for module in model.modules())
+
+
+def put_sums(model: nn.Module, group: RankGroup) -> None:
+    """Sum what attention and MLPs return, in place. Before modules are replaced by faster ones."""
+    for name, module in list(model.named_modules()):
+        parent, _, own = name.rpartition(".")
+        if own in _BY_INPUTS and isinstance(module, nn.Linear):
+            setattr(model.get_submodule(parent), own, SummedLinear(module, group))
+        elif type(module).__name__ in EXPERTS:
+            setattr(model.get_submodule(parent), own, SummedExperts(module, group))

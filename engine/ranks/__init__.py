@@ -1,0 +1,1 @@
+"""The processes of a worker that computes its model in several ranks (engine/parallel)."""

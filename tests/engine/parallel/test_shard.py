@@ -1,0 +1,80 @@
+"""Parts of checkpoints: what they have in common is one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.formats import stored_format
+from engine.checkpoint.reader import read_weights
+from engine.config import EngineConfig
+from engine.loader import load_model
+from engine.model_config import read_config
+from engine.parallel.shard import Shard
+from tests.support.quantised_checkpoints import write
+from tests.support.tiny_models import make_tiny
+
+
+@dataclass
+class OneOfTwo:
+    """A RankGroup that is only loaded."""
+
+    rank: int
+    size: int = 2
+
+    def sum(self, summand: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def share(self, values: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def parts_of(path: Path, rank: int | None) -> dict[str, torch.Tensor]:
+    config = read_config(str(path), local=True)
+    shard: Any = {} if rank is None else {"divide": Shard(rank, 2).division}
+    weights = read_weights(str(path), stored_format(config), torch.float32, local=True, keep=False, **shard)
+    return {name: weight[...] for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen2", None), ("mixtral", None), ("llama", "ct_fp8")])
+def test_parts_make_the_whole(family: str, form: str | None, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path, 0) if form is None else write(family, tmp_path, 0, form)[0]
+    whole, first, second = (parts_of(path, rank) for rank in (None, 0, 1))
+    divided = 0
+    for name, weight in whole.items():
+        parts = first[name], second[name]
+        if parts[0].shape == weight.shape:
+            assert torch.equal(parts[0], weight), name
+            assert torch.equal(parts[1], weight), name
+            continue
+        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")) else 0
+        assert torch.equal(torch.cat(parts, dim), weight), name
+        divided += 1
+    layers = read_config(str(path), local=True).num_hidden_layers
+    assert divided >= 7 * layers
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen2", None), ("mixtral", None), ("llama", "ct_fp8")])
+def test_every_rank_and_a_worker_of_one_serve_the_same_model(
+    family: str, form: str | None, tmp_path: Path
+) -> None:
+    """Prefill and decode may have different numbers of ranks."""
+    path, other = (
+        make_tiny(family, tmp_path / str(seed), seed)
+        if form is None
+        else write(family, tmp_path / str(seed), seed, form)[0]
+        for seed in (0, 1)
+    )
+    one = load_model(EngineConfig(str(path)))
+    first, second = (load_model(EngineConfig(str(path)), OneOfTwo(rank)) for rank in (0, 1))
+    assert one.spec == first.spec == second.spec
+    assert one.spec.fingerprint != load_model(EngineConfig(str(other)), OneOfTwo(0)).spec.fingerprint
+    heads = one.attention[0].query_heads
+    assert [part.attention[0].query_heads for part in (first, second)] == [heads // 2] * 2

@@ -1,0 +1,101 @@
+"""Models in several ranks, in real processes, against transformers.generate, token by token, in float32."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import DeviceLost
+from engine.loader import check_divisible
+from engine.parallel.shard import FAMILIES as DIVIDED
+from engine.ranks.ranks import Ranks
+from tests.engine.conftest import PROMPTS, Drawn
+from tests.support.driver import Driver
+from tests.support.rank_rig import TIMEOUT_S, open_ranks
+from tests.support.tiny_models import FAMILIES, make_tiny
+
+PAGE, PAGES = 16, 40
+CHOSEN = ("gemma3_text", "qwen2_moe")
+"""In `make test`. The served oracle has others."""
+
+
+def families() -> list[object]:
+    named = [name for name in FAMILIES if name.removesuffix("_window") in DIVIDED]
+    return [
+        pytest.param(name, marks=() if name in CHOSEN else pytest.mark.oracle_full) for name in sorted(named)
+    ]
+
+
+@pytest.mark.parametrize("family", families())
+def test_tokens_equal_generate(family: str, drawn: Drawn) -> None:
+    path, expected = drawn(family)
+    with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
+        driver = Driver(runner, PAGES, PAGE)
+        lanes = [driver.add(prompt) for prompt in PROMPTS]
+        driver.generate(lanes, 64, chunk=7, stagger=9)
+    assert [lane.outputs for lane in lanes] == expected
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not ended."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "said"),
+    [
+        ("llama", 3, "tp_size: num_attention_heads is 4 in config.json; use a number that divides 4"),
+        ("llama", 4, "tp_size: num_key_value_heads is 2 in config.json; use a number that divides 2"),
+        ("deepseek_v3", 2, "tp_size: models of type deepseek_v3 are not divided among ranks"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(family: str, size: int, said: str, tmp_path: Path) -> None:
+    config = EngineConfig(str(make_tiny(family, tmp_path, 0)))
+    with pytest.raises(ConfigError) as refused:
+        check_divisible(config, size)
+    assert str(refused.value).startswith(said)
+
+
+def test_a_rank_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
+    before = children()
+    path = make_tiny("llama", tmp_path, 0)
+    (path / "model.safetensors").write_bytes(b"no weights")
+    ranks = Ranks(EngineConfig(str(path)), 2, TIMEOUT_S)
+    with pytest.raises(ConfigError, match=r"model: .* cannot be loaded"), ranks:
+        ranks.await_loaded()
+    assert children() == before, "no rank stays"
+
+
+def test_a_rank_that_is_killed_is_noticed_and_no_forward_hangs(drawn: Drawn) -> None:
+    path, _ = drawn("qwen2")
+    before = children()
+    with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
+        driver = Driver(runner, PAGES, PAGE)
+        lane = driver.add(PROMPTS[0])
+        driver.step([(lane, lane.prompt_len)])
+        runner.check()
+        (rank,) = children() - before
+        os.kill(rank, 9)
+        with pytest.raises(DeviceLost):
+            driver.step([(lane, 1)])
+        with pytest.raises(DeviceLost, match=r"rank 1 has ended, with status -9"):
+            runner.check()
+    assert children() == before
+
+
+def test_a_forward_that_fails_on_rank_0_leaves_no_rank_waiting(drawn: Drawn) -> None:
+    """Its error is no EngineError of one batch: the other ranks have computed something else."""
+    path, _ = drawn("qwen2")
+    before = children()
+    with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
+        driver = Driver(runner, PAGES, PAGE)
+        with pytest.raises(DeviceLost, match="IndexError"):
+            driver.step([(driver.add([10_000]), 1)])  # past the embedding
+    assert children() == before
