@@ -224,6 +224,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     options = {key: config.worker_options(key) for key in config.worker_sections()}
     for key, found in options.items():
         _check_context(found, key)
+        _check_gpus(found, config.worker_sections()[key].num_gpus, key)
         if key.startswith(Role.PREFILL):
             _check_agreement(found, options[key.replace(Role.PREFILL, Role.DECODE, 1)])
     return config
@@ -308,6 +309,16 @@ def _check_context(options: WorkerOptions, key: str) -> None:
             f"{key}.options.max_context_tokens",
             f"a context of {context} tokens does not fit a pool of {pool}",
             f"lower it, or raise max_total_tokens to {context} or more",
+        )
+
+
+def _check_gpus(options: WorkerOptions, num_gpus: float, key: str) -> None:
+    """Each rank has a GPU of its own."""
+    if options.device != "cpu" and 0 < num_gpus < options.tp_size > 1:
+        raise ConfigError(
+            f"{key}.num_gpus",
+            f"it is {num_gpus:g}, and the model is computed by {options.tp_size} ranks",
+            f"give {options.tp_size}, or change tp_size",
         )
 
 

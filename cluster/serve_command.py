@@ -33,6 +33,7 @@ _WORKER_FLAGS = (
     "max_context_tokens",
     "chunked_prefill_size",
     "device",
+    "tp_size",
     "dtype",
     "weight_dtype",
     "kv_cache_dtype",
@@ -201,7 +202,13 @@ def share_machine(config: ServeConfig) -> ServeConfig:
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = len(gpus_found())
     if gpus and not config.models and not any(section.num_gpus for section in sections.values()):
-        # Ray looks for the whole share on one GPU: of three workers on two, each has a half.
-        share = {"num_gpus": 1.0 / -(-workers // gpus)}
-        changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
+        options = {key: config.worker_options(key) for key in sections}
+        ranks = {key: 1 if one.device == "cpu" else one.tp_size for key, one in options.items()}
+        if max(ranks.values()) > 1:
+            shares = {key: float(count) for key, count in ranks.items()}
+        else:  # Ray looks for the whole share on one GPU: of three workers on two, each has a half.
+            shares = dict.fromkeys(sections, 1.0 / -(-workers // gpus))
+        changes |= {
+            key: section.model_copy(update={"num_gpus": shares[key]}) for key, section in sections.items()
+        }
     return config.model_copy(update=changes)

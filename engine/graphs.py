@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -61,22 +61,23 @@ class StepInputs:
         self._all.copy_(pinned(host, self._all.device), non_blocking=True)
 
 
-class Replayed(NamedTuple):
+Computed = TypeVar("Computed", bound=tuple[torch.Tensor, ...])
+Computed_co = TypeVar("Computed_co", bound=tuple[torch.Tensor, ...], covariant=True)
+"""What a step computes: Outputs, or what a rank that does not sample computes."""
+
+
+class Replayed(NamedTuple, Generic[Computed]):
     """What a replay computes, and what it computes from."""
 
-    outputs: Outputs
+    outputs: Computed
     inputs: StepInputs
 
 
-Compute = Callable[[StepInputs, PagedLayers, PackedStates | None], Outputs]
-"""Computes a decode step from its inputs. Recorded: it must not look at values."""
-
-
-class Recorded(Protocol):
+class Recorded(Protocol[Computed_co]):
     """A recorded step."""
 
     @property
-    def outputs(self) -> Outputs:
+    def outputs(self) -> Computed_co:
         """Where replay() leaves its results."""
         ...
 
@@ -88,7 +89,7 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """Records steps, all on one stream."""
 
-    def record(self, step: Callable[[], Outputs]) -> Recorded:
+    def record(self, step: Callable[[], Computed]) -> Recorded[Computed]:
         """Run `step` and record what it does."""
         ...
 
@@ -107,7 +108,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], Outputs]) -> Recorded:
+    def record(self, step: Callable[[], Computed]) -> Recorded[Computed]:
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -121,24 +122,24 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class _CudaGraph:
+class _CudaGraph(Generic[Computed]):
     graph: torch.cuda.CUDAGraph
-    outputs: Outputs
+    outputs: Computed
 
     def replay(self) -> None:
         self.graph.replay()
 
 
-class _Step(NamedTuple):
+class _Step(NamedTuple, Generic[Computed]):
     """Everything that one padded size has of its own."""
 
     inputs: StepInputs
     layers: PagedLayers
     states: PackedStates | None
-    recorded: Recorded
+    recorded: Recorded[Computed]
 
 
-class DecodeGraphs:
+class DecodeGraphs(Generic[Computed]):
     """A recorded step per padded batch size, recorded when it is first needed or by `record_all`."""
 
     def __init__(
@@ -146,11 +147,11 @@ class DecodeGraphs:
         limits: DecodeLimits,
         layers: PagedLayers,
         states: PackedStates | None,
-        compute: Compute,
+        compute: Callable[[StepInputs, PagedLayers, PackedStates | None], Computed],
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        """`layers` must be recordable."""
+        """`layers` must be recordable. `compute` is recorded, so that it must not look at values."""
         self._sizes = padded_sizes(limits.sequences)
         self._limits = limits
         self._layers = layers
@@ -158,7 +159,7 @@ class DecodeGraphs:
         self._compute = compute
         self._recorder = recorder
         self._device = device
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _Step[Computed]] = {}
 
     def record_all(self) -> None:
         """Record every size, the largest first: the smaller ones then fit into its memory."""
@@ -169,7 +170,7 @@ class DecodeGraphs:
         """Whether a graph computes the batch."""
         return len(batch.q_lens) <= self._sizes[-1] and is_decode(batch)
 
-    def run(self, batch: ForwardBatch) -> Replayed | None:
+    def run(self, batch: ForwardBatch) -> Replayed[Computed] | None:
         """Compute a decode batch, padded; None for a batch that no graph computes."""
         if not self.computes(batch):
             return None
@@ -192,7 +193,7 @@ class DecodeGraphs:
         if states is not None:
             states.prepare(batch)
 
-    def _record(self, size: int) -> _Step:
+    def _record(self, size: int) -> _Step[Computed]:
         """Record over padding alone: a step that is recorded is computed several times."""
         inputs = StepInputs(size, self._device)
         layers = self._layers.fixed(size, self._limits.context_pages)

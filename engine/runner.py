@@ -67,7 +67,6 @@ class ModelRunner:
         self.kept_formats = loaded.kept
         self._ranks = ranks
         self.forward = ModelForward(loaded, pools, config)
-        self.attention = self.forward.attention
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)
         stored = any(isinstance(module, StoredExperts) for module in loaded.model.modules())
@@ -77,7 +76,7 @@ class ModelRunner:
         self._sampler = Sampler(
             loaded.spec.vocab_size, self._device, lambda array: upload(array, self._device), completions
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs[Outputs] | None = None
         self._queue = LaunchQueue(config.overlap, completions=completions)
         self.grammars = GrammarCompiler(
             lambda: read_tokenizer(config.model), loaded.spec.vocab_size, loaded.spec.eos_token_ids
@@ -98,8 +97,17 @@ class ModelRunner:
         self._graphs = DecodeGraphs(
             limits, self.attention, self.forward.states, self._step, recorder or CudaRecorder(), self._device
         )
+        if self._ranks is not None:
+            self._ranks.record_decode(limits)
         with torch.inference_mode(), self.forward.current_device():
             self._graphs.record_all()
+        if self._ranks is not None:
+            self._ranks.await_recorded()
+
+    @property
+    def attention(self) -> PagedLayers:
+        """The backends of the model's layers."""
+        return self.forward.attention
 
     @property
     def rank_count(self) -> int:
@@ -201,11 +209,13 @@ class ModelRunner:
                 raise
             raise DeviceLost(f"the ranks are out of step: {type(error).__name__}: {error}") from error
 
-    def _replayed(self, batch: ForwardBatch) -> Replayed | None:
+    def _replayed(self, batch: ForwardBatch) -> Replayed[Outputs] | None:
         """What the graph of the batch's size computes; None if there is none."""
-        if self._graphs is None:
+        if self._graphs is None or not self._graphs.computes(batch):
             return None
         self._last_tokens.check(batch)
+        if self._ranks is not None:
+            self._ranks.compute(batch)
         return self._graphs.run(batch)
 
     def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -221,6 +231,8 @@ class ModelRunner:
         """A decode step over fixed addresses; recorded. The best token of each row is kept as its last one;
         what the sampler chooses instead replaces it."""
         ids = self._last_tokens.fill(inputs.input_ids, inputs.rows)
+        if self._ranks is not None:
+            self._ranks.group.share(ids)
         hidden = self.forward.of_inputs(ids, inputs.positions, layers, states)
         logits = self._lm_head(hidden)
         best = argmax(logits)
@@ -243,7 +255,8 @@ class ModelRunner:
         """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
         input_ids = self._last_tokens.resolve(batch)
         if self._ranks is not None:
-            self._ranks.compute(batch, input_ids)
+            self._ranks.compute(batch)
+            self._ranks.group.share(input_ids)
         return self.forward.of_batch(batch, input_ids)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from kvcache.balance import Balance, run_through
 from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.device_memory import allocate_exported
+from kvcache.divided import DividedKVCache
 from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
@@ -336,6 +337,8 @@ def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocat
 
 
 def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
+    if config.rank_devices:
+        return _divided_pool(config, spec, pages)
     nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
     buffer = _buffer(config, nbytes) if nbytes else None
     if isinstance(spec, StateGroupSpec):
@@ -344,6 +347,28 @@ def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
         return MLAKVCache(spec, pages, config.page_size, config.device, buffer)
     assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
     return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
+
+
+def _divided_pool(config: CacheConfig, spec: GroupSpec, pages: int) -> DividedKVCache:
+    assert isinstance(spec, KVGroupSpec), "only heads are divided"
+    part = replace(spec, kv_heads=spec.kv_heads // len(config.rank_devices))
+    parts: list[MHAKVCache] = []
+    try:
+        for device in config.rank_devices:
+            pool = _pool(replace(config, device=device, rank_devices=(), shared=True), part, pages)
+            assert isinstance(pool, MHAKVCache), "its spec has keys and values"
+            parts.append(pool)
+            if pool.fd is None and pool.page_bytes:
+                raise ConfigError(
+                    "tp_size",
+                    f"memory of {device} cannot be shared between processes",
+                    "see the log for the reason, or use 1",
+                )
+    except ConfigError:
+        for pool in parts:
+            pool.close()
+        raise
+    return DividedKVCache(spec, parts)
 
 
 def _buffer(config: CacheConfig, nbytes: int) -> PoolBuffer | None:

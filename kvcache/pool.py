@@ -108,6 +108,11 @@ class KVCache:
             self._storage = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         self.bytes = self._storage.view(num_pages + 1, self.page_bytes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, scratch page included."""
+        return self.bytes.numel()
+
     def close(self) -> None:
         """Close the buffer and its descriptor. A tensor over it stays usable."""
         if self._buffer is not None:

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
 from kvcache.page_runs import PageIds
 from kvtransfer.copies import CopyQueue
 from kvtransfer.region import GroupRegion, HostPages
@@ -60,10 +62,13 @@ def _staged_checksums(
     sums = []
     for page, start, end in places:
         here = copies.pinned(end - start)
-        there = region.tensor[page, start:end]
-        copies.put(functools.partial(here.copy_, there, non_blocking=True)).wait()
+        copies.put(functools.partial(_copy_piece, region, page, start, end, here)).wait()
         sums.append(zlib.crc32(here.numpy().data))
     return sums
+
+
+def _copy_piece(region: GroupRegion, page: int, start: int, end: int, here: torch.Tensor) -> None:
+    here.copy_(region.piece(page, start, end), non_blocking=True)
 
 
 def _mixed(*numbers: int) -> int:

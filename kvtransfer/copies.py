@@ -79,6 +79,25 @@ class CudaCopies:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 
+class HostCopies:
+    """Copies of memory of the host that is not in place, done when they are put."""
+
+    stream = 0
+
+    def put(self, copy: Callable[[], object]) -> Copied:
+        copy()
+        return _Done()
+
+    def pinned(self, *shape: int) -> torch.Tensor:
+        """Any memory is as good."""
+        return torch.empty(shape, dtype=torch.uint8)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
 class _Recorded:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event

@@ -351,4 +351,4 @@ def _register(engine: MooncakeEngine, regions: PoolRegion) -> None:
 
 
 def _is_direct(region: GroupRegion) -> bool:
-    return region.page_bytes >= _DIRECT_BYTES
+    return region.page_bytes >= _DIRECT_BYTES and region.has_address

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 from kvcache.device_memory import DeviceMemory, device_memory
+from kvcache.divided import DividedKVCache
 from kvcache.memory import Memory
 from kvcache.page_runs import PageIds
-from kvtransfer.copies import Copied, CopyQueue, CudaCopies, settle
+from kvcache.pool import KVCache
+from kvtransfer.copies import Copied, CopyQueue, CudaCopies, HostCopies, settle
 
 _STAGE_BYTES = 4 << 20  # each of the two buffers of a transfer
 
@@ -62,7 +64,13 @@ class GroupRegion:
     @property
     def ptr(self) -> int:
         """Address of page 0 (a device address when the tensor is on a device)."""
+        assert self.has_address, "its pages lie in several memories"
         return self.tensor.data_ptr()
+
+    @property
+    def has_address(self) -> bool:
+        """Whether pages lie one after the other from `ptr` on."""
+        return True
 
     @property
     def num_pages(self) -> int:
@@ -126,8 +134,7 @@ class GroupRegion:
         ids, count = self._ids(copies, batch), len(batch)
 
         def gather() -> None:
-            there = ids.to(self.tensor.device, non_blocking=True)
-            stage[:count].copy_(self.tensor.index_select(0, there), non_blocking=True)
+            stage[:count].copy_(self._read(ids), non_blocking=True)
 
         return copies.put(gather)
 
@@ -135,11 +142,21 @@ class GroupRegion:
         ids, count = self._ids(copies, batch), len(batch)
 
         def scatter() -> None:
-            device = self.tensor.device
-            there = ids.to(device, non_blocking=True)
-            self.tensor.index_copy_(0, there, stage[:count].to(device, non_blocking=True))
+            self._write(ids, stage[:count].to(self.tensor.device, non_blocking=True))
 
         return copies.put(scatter)
+
+    def _read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Pages on the device, `[n, page_bytes]`; `ids` are pinned."""
+        return self.tensor.index_select(0, ids.to(self.tensor.device, non_blocking=True))
+
+    def _write(self, ids: torch.Tensor, pages: torch.Tensor) -> None:
+        """Overwrite pages on the device."""
+        self.tensor.index_copy_(0, ids.to(self.tensor.device, non_blocking=True), pages)
+
+    def piece(self, page: int, start: int, end: int) -> torch.Tensor:
+        """Bytes [start, end) of a page, on the device."""
+        return self.tensor[page, start:end]
 
     @staticmethod
     def _ids(copies: CopyQueue, batch: PageIds) -> torch.Tensor:
@@ -160,6 +177,31 @@ class GroupRegion:
         return max(1, min(self.num_pages, _STAGE_BYTES // self.page_bytes))
 
 
+@dataclass(frozen=True)
+class DividedRegion(GroupRegion):
+    """A region whose pages lie in several memories. Backends that need one address, or a descriptor, do not
+    serve it. `tensor` is the first part."""
+
+    pool: DividedKVCache = field(kw_only=True)
+
+    @property
+    def has_address(self) -> bool:
+        return False
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.page_bytes
+
+    def _read(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.pool.read(ids)
+
+    def _write(self, ids: torch.Tensor, pages: torch.Tensor) -> None:
+        self.pool.write(ids, pages)
+
+    def piece(self, page: int, start: int, end: int) -> torch.Tensor:
+        return self.pool.read(torch.tensor([page]))[0, start:end]
+
+
 def _staged(stage: torch.Tensor, count: int) -> HostPages:
     return HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
 
@@ -176,11 +218,21 @@ def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
     return GroupRegion(pool, fd, CudaCopies(pool.device), device_memory(pool.device))
 
 
+def _region_of_pool(pool: KVCache) -> GroupRegion:
+    if isinstance(pool, DividedKVCache):
+        first = pool.parts[0].bytes
+        return DividedRegion(first, copies=copies_of(first.device), pool=pool)
+    return region_of(pool.bytes, pool.fd)
+
+
+def copies_of(device: torch.device) -> CopyQueue:
+    """Copies between a device and host memory that is not in place there."""
+    return HostCopies() if device.type == "cpu" else CudaCopies(device)
+
+
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
     """A worker's pools by group, without those that have no bytes (a full group without layers)."""
-    return {
-        name: region_of(pool.bytes, pool.fd) for name, pool in memory.kv_caches.items() if pool.page_bytes
-    }
+    return {name: _region_of_pool(pool) for name, pool in memory.kv_caches.items() if pool.page_bytes}
 
 
 def arena_regions(memory: Memory) -> PoolRegion:

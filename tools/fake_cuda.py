@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Generic
 from unittest.mock import patch
 
 import torch
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.checkpoint.stored import StoredTensor
-from engine.graphs import Outputs
+from engine.graphs import Computed
 
 aten = torch.ops.aten
 
@@ -323,19 +323,19 @@ class FakeRecorder:
         self.device = device
         self.replays = 0
 
-    def record(self, step: Callable[[], Outputs]) -> _FakeGraph:
+    def record(self, step: Callable[[], Computed]) -> _FakeGraph[Computed]:
         with self.device.capturing() as read:
             outputs = step()
         return _FakeGraph(self, step, dict(read), outputs)
 
 
-class _FakeGraph:
+class _FakeGraph(Generic[Computed]):
     def __init__(
         self,
         recorder: FakeRecorder,
-        step: Callable[[], Outputs],
+        step: Callable[[], Computed],
         read: dict[int, torch.Tensor],
-        outputs: Outputs,
+        outputs: Computed,
     ) -> None:
         self._recorder, self._step, self._read = recorder, step, read
         self.outputs = outputs

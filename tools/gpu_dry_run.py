@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,18 +22,23 @@ import torch
 import kvtransfer.region
 from common.arguments import ExactParser
 from engine import loader
+from engine.batch import ForwardBatch
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
+from engine.ranks.messages import Compute, LoadPart
+from engine.ranks.rank import Rank
 from engine.runner import ModelRunner
-from kvcache.layout import StateGroupSpec
+from engine.spec import ModelSpec
+from kvcache.divided import DividedKVCache
+from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec
 from kvcache.page_runs import as_pages
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
 from kvtransfer.copies import CudaCopies
-from kvtransfer.region import GroupRegion
+from kvtransfer.region import DividedRegion, GroupRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.quantised_checkpoints import write
@@ -59,21 +66,77 @@ STORED = {
     "mixtral-gptq": "gptq",
 }
 """Models whose weights stay as the checkpoint stored them, and the checkpoint's format."""
-NAMES = sorted({*FAMILIES, *MIXED, *STORED} | {f"{family}-wide" for family in WIDE})
+RANKS = ("qwen3-wide-rank0", "qwen3-wide-rank1", "qwen2_moe-rank1", "gemma3_text-rank1")
+"""One of the two ranks of a worker, beside another that only answers."""
+NAMES = sorted({*FAMILIES, *MIXED, *STORED, *RANKS} | {f"{family}-wide" for family in WIDE})
 """Families, and with "-wide" models of them whose heads FlashInfer has kernels for."""
+
+
+@dataclass
+class OneOfTwo:
+    """A RankGroup whose other rank always answers, with nothing."""
+
+    rank: int
+    size: int = 2
+
+    def sum(self, summand: torch.Tensor) -> None:
+        summand.add_(0)
+
+    def share(self, values: torch.Tensor) -> None:
+        values.add_(0)
+
+    def close(self) -> None:
+        """Nobody is there."""
+
+
+class DeafRanks:
+    """What a ModelRunner needs of Ranks."""
+
+    def __init__(self, group: OneOfTwo) -> None:
+        self.group = group
+
+    def compute(self, batch: ForwardBatch) -> None:
+        Compute.of(batch)
+
+    def record_decode(self, limits: DecodeLimits) -> None:
+        """Nobody records."""
+
+    def await_recorded(self) -> None:
+        """Nobody has to be waited for."""
+
+    def close(self) -> None:
+        """Nobody is there."""
+
+
+class RankEngine:
+    """A rank that does not sample, driven as a ModelRunner."""
+
+    def __init__(self, spec: ModelSpec, rank: Rank) -> None:
+        self.spec = spec
+        self._rank = rank
+
+    def issue(self, batch: ForwardBatch) -> None:
+        self._rank.compute(Compute.of(batch))
 
 
 def make_model(name: str, directory: Path) -> Path:
     """Write the model of one of NAMES."""
+    name, _, _ = name.partition("-rank")
     if name in STORED:
         return write(name.rpartition("-")[0], directory, 0, STORED[name])[0]
     family, is_wide, _ = name.partition("-wide")
     return make_wide(family, directory, 0) if is_wide else make_tiny(family, directory, 0)
 
 
-def dry_run(directory: Path) -> dict[str, int]:
-    """Run the model in `directory`. Returns how much was looked at. Raises GpuFault for what a GPU would
-    punish."""
+def group_of(name: str) -> OneOfTwo | None:
+    """The group of which a name is one rank."""
+    _, _, rank = name.partition("-rank")
+    return OneOfTwo(int(rank)) if rank else None
+
+
+def dry_run(directory: Path, group: OneOfTwo | None = None) -> dict[str, int]:
+    """Run the model in `directory`, or this rank's part. Returns how much was looked at. Raises GpuFault for
+    what a GPU would punish."""
     package, mla = stand_in.flashinfer_module()
     modules = {"flashinfer": package, "flashinfer.mla": mla}
     config = EngineConfig(str(directory), dtype="bfloat16", device="meta", attention="torch", overlap=False)
@@ -84,28 +147,38 @@ def dry_run(directory: Path) -> dict[str, int]:
         patch.object(triton_kernels, "available", return_value=True),
         patch.dict(sys.modules, modules),
     ):
-        loaded = loader.load_model(config)
+        loaded = loader.load_model(config, group)
         with FakeCuda() as device, patch.object(stand_in, "capturing", lambda: device.is_capturing):
             on_fake_cuda(loaded.model)
-            pools = _pools(loaded)
+            pools = _pools(loaded, 1 if group is None else group.size)
             on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
             kept: set[str] = set()
             apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, kept))
-            runner = ModelRunner(loaded, pools, on_cuda, HostCompletions())
-            runner.attention = stand_in.flashinfer_layers(loaded, pools)
             recorder = FakeRecorder(device)
-            runner.record_decode(LIMITS, recorder)
-            _steps(runner)
+            if group is not None and group.rank:
+                rank = Rank(loaded, pools, LoadPart(on_cuda, group.rank, group.size), group)
+                rank.forward.attention = stand_in.flashinfer_layers(loaded, pools)
+                rank.record_decode(LIMITS, recorder)
+                _steps(RankEngine(loaded.spec, rank))
+            else:
+                ranks: Any = None if group is None else DeafRanks(group)
+                runner = ModelRunner(loaded, pools, on_cuda, HostCompletions(), ranks)
+                runner.forward.attention = stand_in.flashinfer_layers(loaded, pools)
+                runner.record_decode(LIMITS, recorder)
+                _steps(runner)
             if not recorder.replays:
                 raise GpuFault("no decode step was replayed from a graph")
-            batches = sum(_staged_batches(pool) for pool in pools.values() if pool.page_bytes)
+            regions = _regions(pools) if group is None else _divided_regions(loaded.spec.groups, group)
+            batches = sum(_staged_batches(region) for region in regions)
             seen = {**device.seen, "replays": recorder.replays, "staged batches": batches}
             return {**seen, "stored formats": len(kept)}
 
 
-def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:
+def _pools(loaded: loader.LoadedModel, ranks: int) -> dict[str, Any]:
     pools: dict[str, Any] = {}
     for spec in loaded.spec.groups:
+        if isinstance(spec, KVGroupSpec):
+            spec = replace(spec, kv_heads=spec.kv_heads // ranks)
         if isinstance(spec, StateGroupSpec):
             pools[spec.name] = MambaPool(spec, PAGES, device="cuda")
         else:
@@ -114,16 +187,35 @@ def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:
     return pools
 
 
-def _staged_batches(pool: KVCache) -> int:
-    """Batches in which all pages of a pool go to the host and back. What is cuda_ipc's cannot be run here: it
-    copies between addresses, which fake tensors do not have."""
-    region = GroupRegion(pool.bytes, copies=CudaCopies(pool.bytes.device))
+def _regions(pools: Mapping[str, KVCache]) -> list[GroupRegion]:
+    return [
+        GroupRegion(pool.bytes, copies=CudaCopies(pool.bytes.device))
+        for pool in pools.values()
+        if pool.page_bytes
+    ]
+
+
+def _divided_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRegion]:
+    """The pools of a worker of several ranks, as if all were on one GPU."""
+    regions: list[GroupRegion] = []
+    for spec in specs:
+        assert isinstance(spec, KVGroupSpec)
+        own = replace(spec, kv_heads=spec.kv_heads // group.size)
+        whole = DividedKVCache(spec, [MHAKVCache(own, PAGES, PAGE, "cuda:0") for _ in range(group.size)])
+        first = whole.parts[0].bytes
+        regions.append(DividedRegion(first, copies=CudaCopies(first.device), pool=whole))
+    return regions
+
+
+def _staged_batches(region: GroupRegion) -> int:
+    """Batches in which all pages of a region go to the host and back. What is cuda_ipc's cannot be run here:
+    it copies between addresses, which fake tensors do not have."""
     with patch.object(kvtransfer.region, "_staged", lambda stage, _: stage):
         ways = region.to_host(as_pages(range(PAGES))), region.from_host(as_pages(range(PAGES)))
         return sum(len(list(batches)) for batches in ways)
 
 
-def _steps(runner: ModelRunner) -> None:
+def _steps(runner: Any) -> None:
     """Prompts in chunks, mixed batches, then decode alone, one step ahead of the results."""
     driver = Driver(runner, PAGES, PAGE)
     lanes = [driver.add(list(range(1, 20 + 9 * i)), params) for i, params in enumerate(PARAMS)]
@@ -148,7 +240,7 @@ def main() -> int:
         for family in parser.parse_args().families:
             path = make_model(family, Path(directory))
             try:
-                seen = dry_run(path)
+                seen = dry_run(path, group_of(family))
             except AssertionError as fault:  # GpuFault, or what a stand-in found
                 faults += 1
                 print(f"{family:20} {fault}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from threading import TIMEOUT_MAX
 
@@ -13,8 +14,8 @@ from common.start_log import start_log
 from engine.batch import Engine
 from engine.config import EngineConfig
 from engine.fake import FakeEngine, FakeTiming, fake_spec
-from engine.loader import load_model
 from engine.model_digest import model_digest
+from engine.model_ranks import ModelRanks
 from engine.runner import ModelRunner
 from kvcache.config import CacheConfig
 from kvcache.memory import Memory, build_memory
@@ -27,7 +28,6 @@ from worker.capacity import cache_config, chosen_config, host_budget
 from worker.device import choose_device
 from worker.gpu_build import build_on_gpu
 from worker.options import WorkerOptions
-from worker.rank_build import build_of_ranks
 from worker.start_report import start_report
 
 _FAKE_POOL_TOKENS = 1 << 16
@@ -60,16 +60,22 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
         overlap=overlap,
     )
     chosen = _named(chosen_config(options, reserves, config.device), lambda: model_digest(config))
-    if options.tp_size > 1:
-        runner, memory = build_of_ranks(options, config, chosen)
-    elif config.device != "cpu":
-        runner, memory = build_on_gpu(options, config, chosen)
-    else:
-        loaded = load_model(config)
-        sizes = cache_config(options, loaded.spec, chosen, host_budget(options))
-        memory = build_memory(sizes, loaded.spec.groups)
-        runner = ModelRunner(loaded, memory.kv_caches, config)
+    build = _build_on_cpu if config.device == "cpu" else build_on_gpu
+    runner, memory = build(options, config, chosen)
     start_log.info(start_report(config, runner, memory))
+    return runner, memory
+
+
+def _build_on_cpu(
+    options: WorkerOptions, config: EngineConfig, chosen: CacheConfig
+) -> tuple[ModelRunner, Memory]:
+    with ExitStack() as opened:
+        model = ModelRanks(config, ["cpu"] * options.tp_size, options.first_forward_s)
+        opened.callback(model.close)
+        sizes = cache_config(options, model.loaded.spec, chosen, host_budget(options))
+        memory = opened.enter_context(build_memory(sizes, model.loaded.spec.groups))
+        runner = model.open(memory.kv_caches)
+        opened.pop_all()
     return runner, memory
 
 

@@ -1,4 +1,4 @@
-"""A worker on a GPU: weights, then KV in what they and the largest forward leave of the worker's share.
+"""A worker on GPUs: weights, then KV in what they and the largest forward leave of the worker's share.
 
 What a forward needs beside KV is not computed but measured (docs/decisions/0043): the largest one runs over a
 pool that holds no more, and decode steps are recorded over it. Where attention is plain torch, which needs
@@ -12,8 +12,8 @@ import gc
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens, pages_of
-from engine.loader import LoadedModel, load_model
+from engine.model_ranks import ModelRanks, rank_devices
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
@@ -45,10 +45,11 @@ _FORWARD_TIMEOUT_S = 600.0  # FlashInfer compiles its kernels before the first o
 _POLL_S = 0.1  # flock has no wait with a bound
 
 
-class Gpu(Protocol):
-    """The memory of a GPU, whoever uses it."""
+class Gpus(Protocol):
+    """The memory of a worker's GPUs, whoever uses it. They are alike; numbers are of the one that has the
+    least."""
 
-    name: str  # the same in every process
+    names: Sequence[str]  # the same in every process
     total: int  # bytes
 
     def free(self) -> int:
@@ -56,21 +57,24 @@ class Gpu(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Give the device what this process does not use."""
+        """Give the GPUs what this process does not use."""
         ...
 
 
-class CudaGpu:
-    """A GPU of this machine."""
+class CudaGpus:
+    """GPUs of this machine."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.name = str(torch.cuda.get_device_properties(device).uuid)
-        self.total = int(torch.cuda.mem_get_info(device)[1])
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self.names: Sequence[str] = [
+            str(torch.cuda.get_device_properties(device).uuid) for device in self._devices
+        ]
+        self.total = min(int(torch.cuda.mem_get_info(device)[1]) for device in self._devices)
 
     def free(self) -> int:
-        torch.cuda.synchronize(self._device)
-        return int(torch.cuda.mem_get_info(self._device)[0])
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return min(int(torch.cuda.mem_get_info(device)[0]) for device in self._devices)
 
     def give_back(self) -> None:
         gc.collect()
@@ -78,44 +82,66 @@ class CudaGpu:
 
 
 def build_on_gpu(
-    options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, gpu: Gpu | None = None
+    options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, seen: Gpus | None = None
 ) -> tuple[ModelRunner, Memory]:
-    """Load the model and allocate its pools on `config.device`, whose memory is by default read from CUDA.
-    Raises ConfigError for what cannot work."""
-    gpu = gpu or CudaGpu(torch.device(config.device))
-    with _alone(gpu):
-        free = gpu.free()
-        share = min(int(gpu.total * options.gpu_memory_utilization), free)
-        loaded = load_model(config)
+    """Load the model and allocate its pools on `config.device`, of several ranks on the GPUs that follow,
+    too. What memory they have is by default read from CUDA. Raises ConfigError for what cannot work."""
+    devices = rank_devices(config.device, options.tp_size)
+    gpus = seen or CudaGpus(_checked(devices))
+    if len(devices) > 1:
+        chosen = replace(chosen, rank_devices=tuple(devices))
+    with _alone(gpus), ExitStack() as opened:
+        free = gpus.free()
+        share = min(int(gpus.total * options.gpu_memory_utilization), free)
+        model = ModelRanks(config, devices, options.first_forward_s)
+        opened.callback(model.close)
+        loaded = model.loaded
         if loaded.spec.dtype == torch.float32:
             torch.backends.cudnn.allow_tf32 = False  # it is True by default, unlike that of products
 
         @cache
         def budget() -> int:
-            gpu.give_back()  # what only loading needed
-            needed = free - _least_free(gpu, options, config, chosen, loaded)
-            gpu.give_back()
+            gpus.give_back()  # what only loading needed
+            model.give_back()
+            needed = free - _least_free(gpus, options, config, chosen, model)
+            gpus.give_back()
+            model.give_back()
             log.info(
-                "GPU memory: %d bytes, %d for this worker, %d of them not for KV", gpu.total, share, needed
+                "GPU memory: %d bytes, %d for this worker, %d of them not for KV", gpus.total, share, needed
             )
-            return max(0, share - needed)
+            return max(0, share - needed) * len(devices)
 
-        memory = build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
-        runner = ModelRunner(loaded, memory.kv_caches, config)
+        memory = opened.enter_context(
+            build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
+        )
+        runner = model.open(memory.kv_caches)
         longest = memory.config.max_context_len
         lens = _largest_lens(options, longest)
         _check_step(runner, min(sum(lens), memory.num_pages * memory.page_size), len(lens))
         _record_decode(runner, memory, longest)
         if not budget.cache_info().currsize or runner.kept_formats:
             _run_prompts(runner, memory.page_size, lens[0])
+        opened.pop_all()
     return runner, memory
 
 
+def _checked(devices: Sequence[str]) -> Sequence[str]:
+    """Raises ConfigError if one of them does not exist."""
+    seen = torch.cuda.device_count()
+    if torch.device(devices[-1]).index >= seen:
+        raise ConfigError(
+            "tp_size",
+            f"ranks would compute on {', '.join(devices)}, and torch sees {seen} GPUs",
+            "under Ray give the section as many num_gpus",
+        )
+    return devices
+
+
 def _least_free(
-    gpu: Gpu, options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, loaded: LoadedModel
+    gpus: Gpus, options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, model: ModelRanks
 ) -> int:
     """Bytes that nobody had while the largest forward ran and decode steps were recorded, KV left out."""
-    spec, page_size = loaded.spec, options.page_size
+    spec, page_size = model.loaded.spec, options.page_size
     longest = min(options.max_context_tokens or spec.max_position, spec.max_position)
     lens = _largest_lens(options, longest)
     total = pages_of(lens, page_size) * page_size
@@ -129,12 +155,12 @@ def _least_free(
         tiers=TierConfig(),
     )
     with build_memory(small, spec.groups) as memory:
-        runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))
+        runner = model.open(memory.kv_caches, replace(config, overlap=False))
         _check_step(runner, sum(lens), len(lens))
         _record_decode(runner, memory, longest)
         batches = [largest_batch(spec, lens, page_size)]
         if not runner.attention.recordable:
-            context = _reachable(_free_without_pools(gpu, memory), chosen, spec, longest)
+            context = _reachable(_free_without_pools(gpus, memory), chosen, spec, longest)
             batches.append(largest_batch(spec, lens, page_size, context))
         try:
             for batch in batches:
@@ -146,8 +172,8 @@ def _least_free(
                 f"a step of {sum(lens)} tokens with contexts of up to {contexts} does not run ({error})",
                 "lower chunked_prefill_size, max_running_requests or max_context_tokens",
             ) from error
-        runner.close()
-        return _free_without_pools(gpu, memory)
+        runner.grammars.close()  # close() would end the other ranks
+        return _free_without_pools(gpus, memory)
 
 
 def _largest_lens(options: WorkerOptions, longest: int) -> list[int]:
@@ -186,14 +212,17 @@ def _run_prompts(runner: ModelRunner, page_size: int, longest: int) -> None:
         ) from error
 
 
-def _free_without_pools(gpu: Gpu, memory: Memory) -> int:
-    """Bytes that nobody has, or this memory's pools."""
-    return gpu.free() + sum(pool.bytes.numel() for pool in memory.kv_caches.values())
+def _free_without_pools(gpus: Gpus, memory: Memory) -> int:
+    """Bytes of a GPU that nobody has, or this memory's pools."""
+    ranks = max(1, len(memory.config.rank_devices))
+    return gpus.free() + sum(pool.nbytes for pool in memory.kv_caches.values()) // ranks
 
 
 def _reachable(nbytes: int, chosen: CacheConfig, spec: ModelSpec, longest: int) -> int:
-    """Tokens of the longest context that pools of `nbytes` would hold; at most `longest`."""
-    pages = pages_in(nbytes, spec.groups, chosen.page_size, chosen.swa_full_tokens_ratio)
+    """Tokens of the longest context that pools of `nbytes` on each GPU would hold; at most `longest`."""
+    pages = pages_in(
+        nbytes * max(1, len(chosen.rank_devices)), spec.groups, chosen.page_size, chosen.swa_full_tokens_ratio
+    )
     return min(longest, pages * chosen.page_size)
 
 
@@ -216,9 +245,18 @@ def _record_decode(runner: ModelRunner, memory: Memory, longest: int) -> None:
 
 
 @contextmanager
-def _alone(gpu: Gpu) -> Iterator[None]:
-    """Nobody else of this user measures this GPU meanwhile: what another worker is allocating would count."""
-    path = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{gpu.name}.lock"
+def _alone(gpus: Gpus) -> Iterator[None]:
+    """Nobody else of this user measures these GPUs meanwhile: what another worker is allocating would
+    count."""
+    with ExitStack() as locks:
+        for name in sorted(gpus.names):  # in one order, so that no two workers wait for each other
+            locks.enter_context(_locked(name))
+        yield
+
+
+@contextmanager
+def _locked(gpu: str) -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{gpu}.lock"
     # A soft lock, without flock, would outlive a process that is killed.
     held = FileLock(path, timeout=_ALONE_TIMEOUT_S, poll_interval=_POLL_S, fallback_to_soft=False)
     try:

@@ -52,7 +52,7 @@ class EngineOptions(Options):
         1,
         ge=1,
         description="ranks: processes that compute the model together, each a part of every layer (tensor "
-        "parallelism)",
+        "parallelism); each on a GPU of its own, from device on",
     )
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = Field(
         "auto", description="auto: flashinfer on a GPU, cpu where its kernels are compiled, else torch"

@@ -24,7 +24,7 @@ def start_report(config: EngineConfig, runner: ModelRunner, memory: Memory) -> s
     if torch.device(config.device).type == "cpu":
         parts.append(f"threads: {torch.get_num_threads() * runner.rank_count}")
     sizes = memory.config
-    nbytes = sum(pool.bytes.nbytes for pool in memory.kv_caches.values())
+    nbytes = sum(pool.nbytes for pool in memory.kv_caches.values())
     per_token = (
         sum(pool.num_pages * pool.page_bytes for pool in memory.kv_caches.values()) / sizes.total_tokens
     )

@@ -22,7 +22,7 @@ from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers, TellsReadRows
-from engine.parallel.sums import is_divided
+from engine.parallel.sums import SummedExperts, SummedLinear
 from engine.positions import longest_context
 
 MODELS = (
@@ -37,7 +37,6 @@ def fusible(model: Any) -> bool:
     config = model.config
     return (
         type(model).__name__ in MODELS
-        and not is_divided(model)
         and all(hasattr(layer.mlp, "experts") or fusible_mlp(layer.mlp) for layer in model.layers)
         and _head_dim(config) in HEAD_DIMS
     )
@@ -124,7 +123,7 @@ class FlashInferDecoder(nn.Module):
         """What follows attention, of any rows. Adds to their residuals, and returns these after the next
         norm."""
         layer = self._layers[number]
-        x = layer.out(attended, layer.out_bias)
+        x = layer.projected(attended)
         self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
         x = self.mlps[number](x[None])[0]
         self._ops.fused_add_rmsnorm(x, residual, self._norms[number + 1], self._eps)
@@ -172,6 +171,7 @@ class _Layer:
         self.qkv = products.of(_joined([part.weight for part in parts]))
         self.qkv_bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
         self.out, self.out_bias = products.of(attention.o_proj.weight), attention.o_proj.bias
+        self._summed = attention.o_proj if isinstance(attention.o_proj, SummedLinear) else None
         self.mlp = _mlp(layer.mlp, products)
         self.input_norm = layer.input_layernorm.weight
         self.mlp_norm = layer.post_attention_layernorm.weight
@@ -179,9 +179,16 @@ class _Layer:
         self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
         self.row = self._row_weights()
 
+    def projected(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention adds to the residual, of all ranks."""
+        if self._summed is None:
+            return self.out(attended, self.out_bias)
+        return self._summed.finished(self.out(attended, None))
+
     def _row_weights(self) -> _RowWeights | None:
-        """The weights, if row_product computes what this layer does."""
-        if not (isinstance(self.mlp, FlashInferMLP) and self.mlp.is_silu):
+        """The weights, if row_product computes what this layer does. It adds to the residual at once, where
+        other ranks would have to add first."""
+        if self._summed is not None or not (isinstance(self.mlp, FlashInferMLP) and self.mlp.is_silu):
             return None
         products = (self.qkv, self.out, self.mlp.gate_up, self.mlp.down)
         weights = [product.weight for product in products if isinstance(product, DenseProduct)]
@@ -195,7 +202,8 @@ def _mlp(mlp: Any, products: Products) -> nn.Module:
         return FlashInferMLP(mlp, products)
     if hasattr(mlp, "shared_expert") and fusible_mlp(mlp.shared_expert):
         mlp.shared_expert = FlashInferMLP(mlp.shared_expert, products)
-    mlp.experts = StoredExperts.of(mlp.experts, products) or mlp.experts
+    holder = mlp.experts if isinstance(mlp.experts, SummedExperts) else mlp
+    holder.experts = StoredExperts.of(holder.experts, products) or holder.experts
     mixture: nn.Module = mlp
     return mixture
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products
+from engine.parallel.sums import SummedLinear
 
 NORMS = (
     "DeepseekV2RMSNorm",
@@ -76,10 +77,12 @@ class FlashInferMLP(nn.Module):
         self._gate: Any = getattr(flashinfer, gate)
         gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
         self.gate_up, self.down = products.of(gate_up), products.of(mlp.down_proj.weight)
+        self._summed = mlp.down_proj if isinstance(mlp.down_proj, SummedLinear) else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape."""
-        return self.down(self._gate(self.gate_up(x)))
+        out = self.down(self._gate(self.gate_up(x)))
+        return out if self._summed is None else self._summed.finished(out)
 
 
 class StoredLinear(nn.Module):

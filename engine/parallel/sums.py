@@ -23,11 +23,19 @@ class SummedLinear(nn.Module):
         self.linear.weight = linear.weight
         self._group = group
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of this rank."""
+        return self.linear.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs of this rank] -> [..., outputs]."""
-        out: torch.Tensor = self.linear(x)
-        self._group.sum(out)
-        return out if self.bias is None else out + self.bias
+        return self.finished(self.linear(x))
+
+    def finished(self, summand: torch.Tensor) -> torch.Tensor:
+        """The result, of a product with `weight`. May overwrite it."""
+        self._group.sum(summand)
+        return summand if self.bias is None else summand + self.bias
 
 
 class SummedExperts(nn.Module):

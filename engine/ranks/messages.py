@@ -1,8 +1,8 @@
 """What rank 0 of a worker and its other ranks tell one another, over a Unix socket of their own.
 
-Rank 0 says LoadPart, then OpenPools, then Compute again and again. A rank answers the first two with Ready,
-or with CannotStart before it ends. It ends when rank 0 hangs up. Pages are not sent: all ranks map the same
-memory.
+Rank 0 says LoadPart, then OpenPools, RecordDecode on GPUs, and then Compute again and again. A rank answers
+all but Compute with Ready, LoadPart twice: when it is there, and when it has loaded. It may answer with
+CannotStart, and ends then. It ends when rank 0 hangs up. Pages are not sent: all ranks map the same memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,35 @@ _MAX_FDS = 16
 
 
 class LoadPart(msgspec.Struct, frozen=True, tag="load_part"):
-    """Load part `rank` of `size`. The descriptors of a SharedMemoryGroup's memory and socket follow. A rank
-    waits `timeout_s` for another in a forward."""
+    """Load part `rank` of `size`. GPUs meet in the file `meeting`. On CPUs the descriptors of a
+    SharedMemoryGroup's memory and socket follow, and a rank waits `timeout_s` for another in a forward."""
 
     config: EngineConfig
     rank: int
     size: int
-    timeout_s: float
+    timeout_s: float = 0.0
+    meeting: str = ""
 
 
 class OpenPools(msgspec.Struct, frozen=True, tag="open_pools"):
     """The pages of each group, by name. The descriptors of their memory follow in this order, of those that
-    have bytes."""
+    have bytes. `divided`: it has this rank's heads alone."""
 
     num_pages: dict[str, int]
     page_size: int
+    divided: bool
+
+
+class RecordDecode(msgspec.Struct, frozen=True, tag="record_decode"):
+    """Record decode steps (DecodeLimits) together with rank 0. They are computed from records then."""
+
+    sequences: int
+    context_pages: int
+    rows: int
+
+
+class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
+    """Give the GPU what is not used; pools that were open are not used any more."""
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +134,7 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     remedy: str
 
 
-Order = LoadPart | OpenPools | Compute
+Order = LoadPart | OpenPools | RecordDecode | GiveBack | Compute
 Answer = Ready | CannotStart
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -15,12 +18,16 @@ from common.errors import ConfigError
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
+from engine.graphs import DecodeLimits
 from engine.parallel.group import RankGroup, SharedMemoryGroup, allocate_memory
-from engine.ranks.messages import CannotStart, Compute, LoadPart, Order, RankSocket
-from engine.ranks.pools import describe
+from engine.parallel.nccl import NcclGroup
+from engine.ranks.messages import CannotStart, Compute, GiveBack, LoadPart, Order, RankSocket, RecordDecode
+from engine.ranks.pools import show
 from kvcache.pool import KVCache
 
+_START_S = 120.0  # to import torch
 _LOAD_S = 3600.0
+_RECORD_S = 600.0
 _POOLS_S = 120.0
 _EXIT_S = 10.0
 
@@ -28,26 +35,52 @@ _EXIT_S = 10.0
 class Ranks:
     """Ranks 1 to size - 1. One thread; close it, or use it as a context manager."""
 
-    def __init__(self, config: EngineConfig, size: int, timeout_s: float) -> None:
-        """Start them, and their loading of the model. `timeout_s` bounds how long a rank waits for another in
-        a forward."""
+    def __init__(self, config: EngineConfig, devices: Sequence[str], timeout_s: float) -> None:
+        """Start them, and their loading of the model. Rank i computes on device i; GPUs that are all
+        different exchange values by NCCL. `timeout_s` bounds how long a rank on a CPU waits for another in a
+        forward. Raises ConfigError if one ends."""
         self._others: list[_Rank] = []
-        memory = allocate_memory(size)
-        barriers: list[socket.socket] = []
-        self.group: RankGroup = SharedMemoryGroup(0, memory, barriers, size)
+        self._opened = ExitStack()
+        by_nccl = torch.device(devices[0]).type == "cuda" and len({*devices}) == len(devices)
         try:
-            for number in range(1, size):
-                self._others.append(_Rank(number))
-                ours, theirs = socket.socketpair()
-                barriers.append(ours)
-                ours.settimeout(timeout_s)
-                with theirs:
-                    assert memory.fd is not None, "it is not closed"
-                    order = LoadPart(config, number, size, timeout_s)
-                    self._others[-1].tell(order, [memory.fd, theirs.fileno()])
+            if by_nccl:
+                self.group: RankGroup = self._start_with_nccl(config, devices)
+            else:
+                self.group = self._start_with_memory(config, devices, timeout_s)
+            self._opened.callback(self.group.close)
         except BaseException:
             self.close()
             raise
+
+    def _start_with_memory(
+        self, config: EngineConfig, devices: Sequence[str], timeout_s: float
+    ) -> SharedMemoryGroup:
+        size = len(devices)
+        memory = allocate_memory(size)
+        waits: list[socket.socket] = []
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            waits.append(ours)
+            ours.settimeout(timeout_s)
+            own = replace(config, device=devices[rank])
+            with theirs:
+                assert memory.fd is not None, "it is not closed"
+                self._start(LoadPart(own, rank, size, timeout_s), [memory.fd, theirs.fileno()])
+        self._answers(_START_S)
+        return SharedMemoryGroup(0, memory, waits, size)
+
+    def _start_with_nccl(self, config: EngineConfig, devices: Sequence[str]) -> NcclGroup:
+        folder = self._opened.enter_context(TemporaryDirectory(prefix="baton-ranks-"))  # this user's alone
+        meeting = Path(folder) / "meeting"
+        for rank, device in enumerate(devices[1:], 1):
+            own = replace(config, device=device)
+            self._start(LoadPart(own, rank, len(devices), meeting=str(meeting)))
+        self._answers(_START_S)
+        return NcclGroup(0, len(devices), meeting, torch.device(devices[0]))
+
+    def _start(self, order: LoadPart, fds: Sequence[int] = ()) -> None:
+        self._others.append(_Rank(order.rank))
+        self._others[-1].tell(order, fds)
 
     def await_loaded(self) -> None:
         """Wait until every rank has its part of the model. Raises ConfigError if one cannot load it."""
@@ -55,17 +88,27 @@ class Ranks:
 
     def open_pools(self, pools: Mapping[str, KVCache]) -> None:
         """Show them the pages. Raises ConfigError if one cannot use them."""
-        opened, fds = describe(pools)
         for rank in self._others:
-            rank.tell(opened, fds)
+            rank.tell(*show(pools, rank.number))
         self._answers(_POOLS_S)
 
-    def compute(self, batch: ForwardBatch, input_ids: torch.Tensor) -> None:
-        """Have them compute the batch. This rank must compute it next."""
-        order = Compute.of(batch)
-        for rank in self._others:
-            rank.tell(order)
-        self.group.share(input_ids)
+    def record_decode(self, limits: DecodeLimits) -> None:
+        """Have them record decode steps. This rank must record them next, and then wait for the others."""
+        self._tell(RecordDecode(limits.sequences, limits.context_pages, limits.rows))
+
+    def await_recorded(self) -> None:
+        """Wait until all have. Raises ConfigError if one cannot."""
+        self._answers(_RECORD_S)
+
+    def give_back(self) -> None:
+        """Have them give their GPUs what they do not use. Pools must be opened again after it."""
+        self._tell(GiveBack())
+        self._answers(_POOLS_S)
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """Have them compute the batch. This rank must compute it next, and share its input ids before that;
+        in a recorded step the record does."""
+        self._tell(Compute.of(batch))
 
     def check(self) -> None:
         """Raises DeviceLost if one has ended. From any thread."""
@@ -79,13 +122,17 @@ class Ranks:
             rank.socket.close()
         while self._others:
             self._others.pop().end()
-        self.group.close()
+        self._opened.close()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tell(self, order: Order) -> None:
+        for rank in self._others:
+            rank.tell(order)
 
     def _answers(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -272,6 +272,9 @@ def test_every_refusal_is_one_line_and_exit_code_2(
         ({"worker": {"threads": None}, "decode": {"options": {"threads": None}}}, 4, 1.0),
         ({"worker": {"threads": 5}, "decode": {"num_gpus": 2}}, 5, 2),
         ({"roles": "dynamic", "dynamic": {"num_replicas": 4}}, 2, 0.5),
+        ({"prefill": {"num_replicas": 0}, "worker": {"tp_size": 2}}, 8, 2.0),
+        ({"decode": {"options": {"tp_size": 2}}}, 4, 2.0),
+        ({"worker": {"tp_size": 2, "device": "cpu"}}, 4, 1.0),
     ],
 )
 def test_workers_share_the_machine(

@@ -39,6 +39,11 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
             "prefill.options.max_context_tokens",
             "does not fit a pool of 1024",
         ),
+        (
+            {"worker": {"tp_size": 4}, "decode": {"num_gpus": 2}},
+            "decode.num_gpus",
+            "it is 2, and the model is computed by 4 ranks",
+        ),
         ({"decode": {"num_replicas": 0}}, "decode.num_replicas", "greater than or equal to 1"),
         ({"decode": {"autoscaling_config": {"max": 3}}}, "decode.autoscaling_config.max", "unknown key"),
         (

@@ -60,3 +60,26 @@ def test_a_worker_dies_with_its_ranks_and_its_streams_go_on(
             time.sleep(0.05)
         wait_for_workers(running, 2)
         running.settle()
+
+
+@pytest.mark.parametrize("prefill_ranks", [1, 2])
+def test_pages_that_lie_in_several_memories_are_handed_over_and_kept_on_the_host(
+    prefill_ranks: int, tmp_path: Path
+) -> None:
+    """The pools are so small that what was asked before comes back from the host."""
+    rng = random.Random("divided")
+    prompts = [[rng.randrange(256) for _ in range(count)] for count in (130, 150, 170)]
+    path, answers = draw_model("gemma3_text", tmp_path, 0, prompts, [24] * len(prompts))
+    ranks = {"prefill": {"tp_size": prefill_ranks}, "decode": {"tp_size": 2}}
+    options = {**OPTIONS, "max_total_tokens": 256, "hicache_ratio": 4.0, "chunked_prefill_size": 64}
+    runner = ("tests.support.divided_ranks",)
+    with stack(path, tmp_path / "stack", 1, 1, ROUTER, runner, by_role=ranks, **options) as running:
+        cached = []
+        for _ in range(2):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                found = running.generate(prompt, 24)
+                assert found["output_ids"] == answer
+                cached.append(found["meta_info"]["cached_tokens"])
+        assert cached[:3] == [0, 0, 0]
+        assert min(cached[3:]) >= 112, "from the host"
+        running.settle()

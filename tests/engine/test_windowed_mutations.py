@@ -167,7 +167,7 @@ def test_oracle_sees_a_window_off_by_one(wider: int, attention: str, drawn: Draw
     pool.spec = replace(pool.spec, window=WINDOW + wider)
     scale = 24**-0.5 if family == "gemma3_text" else 16**-0.5
     backend = build_attention(EngineConfig("m", attention=attention), pool, 4, scale, family == "gpt_oss")
-    runner.attention = PagedLayers(runner.attention.full, backend, runner.spec.groups)
+    runner.forward.attention = PagedLayers(runner.attention.full, backend, runner.spec.groups)
     driver = Driver(runner, PAGES, PAGE)
     driver.window = WINDOW + 1  # every page that a wider window sees is held
     assert all(ours != theirs for ours, theirs in zip(run(driver), answers, strict=True))
@@ -183,5 +183,5 @@ def test_oracle_sees_missing_sinks(kind: str, drawn: Drawn) -> None:
     spoilt = backends[kind]
     assert spoilt is not None
     backends[kind] = NoSinks(spoilt)
-    runner.attention = PagedLayers(backends["full"], backends["window"], runner.spec.groups)
+    runner.forward.attention = PagedLayers(backends["full"], backends["window"], runner.spec.groups)
     assert all(ours != theirs for ours, theirs in zip(run(Driver(runner, PAGES, PAGE)), answers, strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,29 +34,28 @@ class Tokens(DecodeHere):
         self.of[req.room] = [*self.of.get(req.room, [])[:start], *delta.tokens]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_requests_are_served_from_a_measured_capacity(family: str, drawn: Drawn, device: str) -> None:
-    path, expected = drawn(family)
-    free, total = torch.cuda.mem_get_info(device)
+def serve(path: Path, outputs: int = OUTPUTS, **given: Any) -> list[list[int]]:
+    """What a worker with a measured capacity answers to PROMPTS."""
     options = parse_options(
         WorkerOptions,
         {
             "model": str(path),
-            "device": device,
             "dtype": "float32",
             "overlap_depth": 1,
             "max_running_requests": 4,
             "gpu_memory_utilization": 0.25,
+            **given,
         },
     )
+    free, total = torch.cuda.mem_get_info(options.device)
     runner, memory = build_engine(options, reserves=False)
     assert isinstance(runner, ModelRunner)
-    assert free - torch.cuda.mem_get_info(device)[0] <= 0.25 * total + SLACK
+    assert free - torch.cuda.mem_get_info(options.device)[0] <= 0.25 * total + SLACK
     tokens = Tokens()
     scheduler = build_scheduler(options, memory, runner, tokens, frozenset(Phase))
     limits = RequestLimits(256, runner.spec.vocab_size, ())
     for room, prompt in enumerate(PROMPTS, 1):
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=OUTPUTS)
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=outputs)
         ids = np.asarray(prompt, dtype="<i4").tobytes()
         request = GenerateRequest(request_id=str(room), room=room, epoch=1, prompt=ids, sampling=sampling)
         scheduler.add(Req.from_request(request, "m", limits))
@@ -63,4 +65,10 @@ def test_requests_are_served_from_a_measured_capacity(family: str, drawn: Drawn,
         scheduler.step()
     runner.close()
     memory.close()
-    assert [tokens.of[room] for room in (1, 2, 3)] == [answer[:OUTPUTS] for answer in expected]
+    return [tokens.of[room] for room in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_requests_are_served_from_a_measured_capacity(family: str, drawn: Drawn, device: str) -> None:
+    path, expected = drawn(family)
+    assert serve(path, device=device) == [answer[:OUTPUTS] for answer in expected]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from engine.graphs import Outputs
+from typing import Any
 
 
 @dataclass
@@ -14,8 +13,9 @@ class EagerRecorder:
 
     steps: list[EagerStep] = field(default_factory=list)
 
-    def record(self, step: Callable[[], Outputs]) -> EagerStep:
-        self.steps.append(EagerStep(step, Outputs(*(output.clone() for output in step()))))
+    def record(self, step: Callable[[], Any]) -> EagerStep:
+        outputs = step()
+        self.steps.append(EagerStep(step, type(outputs)(*(output.clone() for output in outputs))))
         return self.steps[-1]
 
 
@@ -23,8 +23,8 @@ class EagerRecorder:
 class EagerStep:
     """Its outputs have one place, and are overwritten by the next replay, as a graph's are."""
 
-    step: Callable[[], Outputs]
-    outputs: Outputs
+    step: Callable[[], Any]
+    outputs: Any
     replays: int = 0
 
     def replay(self) -> None:

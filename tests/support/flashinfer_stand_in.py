@@ -320,7 +320,7 @@ def open_flashinfer(path: Path, page_size: int, num_pages: int, **options: Any) 
     loaded = load_model(config)
     pools = pools_of(loaded, page_size, num_pages)
     runner = ModelRunner(loaded, pools, config)
-    runner.attention = flashinfer_layers(loaded, pools)
+    runner.forward.attention = flashinfer_layers(loaded, pools)
     return runner, pools
 
 

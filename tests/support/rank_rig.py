@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.ranks.pools import own_heads
 from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
-from kvcache.buffers import allocate_shared
+from kvcache.buffers import PoolBuffer, allocate_shared
+from kvcache.device_memory import allocate_exported
+from kvcache.divided import DividedKVCache
 from kvcache.layout import KVGroupSpec
 from kvcache.pool import KVCache, MHAKVCache
 
@@ -21,19 +26,21 @@ TIMEOUT_S = 30.0
 
 @contextmanager
 def open_ranks(
-    path: Path, size: int, page_size: int, num_pages: int, **options: Any
+    path: Path, size: int, page_size: int, num_pages: int, divided: bool = False, **options: Any
 ) -> Iterator[tuple[ModelRunner, Ranks]]:
-    """A runner, in float32 unless the options of EngineConfig say otherwise, and its other ranks."""
+    """A runner, in float32 unless the options of EngineConfig say otherwise, and its other ranks. `divided`:
+    each has its heads in memory of its own, as on GPUs."""
     config = EngineConfig(str(path), **{"dtype": "float32", "overlap": False, **options})
-    with Ranks(config, size, TIMEOUT_S) as ranks:
+    with Ranks(config, [config.device] * size, TIMEOUT_S) as ranks:
         loaded = load_model(config, ranks.group)
         ranks.await_loaded()
         pools: dict[str, KVCache] = {}
         for spec in loaded.spec.groups:
             assert isinstance(spec, KVGroupSpec)
-            nbytes = KVCache.bytes_needed(spec, num_pages, page_size)
-            buffer = allocate_shared(nbytes) if nbytes else None
-            pools[spec.name] = MHAKVCache(spec, num_pages, page_size, buffer=buffer)
+            if divided:
+                pools[spec.name] = divided_pool(spec, size, num_pages, page_size, config.device)
+            else:
+                pools[spec.name] = shared_pool(spec, num_pages, page_size)
         ranks.open_pools(pools)
         runner = ModelRunner(loaded, own_heads(pools, ranks.group), config, ranks=ranks)
         try:
@@ -42,3 +49,20 @@ def open_ranks(
             runner.close()
             for pool in pools.values():
                 pool.close()
+
+
+def shared_pool(spec: KVGroupSpec, num_pages: int, page_size: int, device: str = "cpu") -> MHAKVCache:
+    nbytes = KVCache.bytes_needed(spec, num_pages, page_size)
+    buffer: PoolBuffer | None = None
+    if nbytes:
+        on_gpu = device != "cpu"
+        buffer = allocate_exported(torch.device(device), nbytes) if on_gpu else allocate_shared(nbytes)
+        assert buffer is not None, "this GPU cannot share memory; the log says why"
+    return MHAKVCache(spec, num_pages, page_size, device, buffer)
+
+
+def divided_pool(
+    spec: KVGroupSpec, parts: int, num_pages: int, page_size: int, device: str = "cpu"
+) -> DividedKVCache:
+    part = replace(spec, kv_heads=spec.kv_heads // parts)
+    return DividedKVCache(spec, [shared_pool(part, num_pages, page_size, device) for _ in range(parts)])

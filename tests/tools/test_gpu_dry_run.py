@@ -16,7 +16,7 @@ from engine.device_copies import FetchedTensor, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
 from kvtransfer.copies import CudaCopies
-from tools.gpu_dry_run import STORED, dry_run, make_model
+from tools.gpu_dry_run import STORED, dry_run, group_of, make_model
 
 FAMILIES = ("gpt_oss-mxfp4", "deepseek_v3", "qwen3_next", "qwen3-wide", "qwen3_moe-wide-fp8", "gemma2-wide")
 """One of each kind of layer, and each format in which weights stay stored. `make gpu` runs all families."""
@@ -36,6 +36,14 @@ def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Cal
     assert seen["copies"] > 100
     assert seen["staged batches"] >= 2
     assert seen["stored formats"] == (family in STORED)
+
+
+@pytest.mark.parametrize("rank", ["qwen3-wide-rank0", "qwen3-wide-rank1"])
+def test_no_step_of_a_rank_would_wait_or_break_on_a_gpu(rank: str, tiny: Callable[[str], Path]) -> None:
+    seen = dry_run(tiny(rank), group_of(rank))
+    assert seen["replays"] >= 4
+    assert seen["captured operators"] > 500
+    assert seen["staged batches"] >= 2
 
 
 def pageable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from engine.launch import Launched
 from engine.loader import load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
+from kvcache.divided import DividedKVCache
 from kvcache.layout import pages_in
 from kvcache.memory import Memory
 from tests.support.tiny_models import make_tiny
@@ -37,9 +38,9 @@ BESIDE = 2 * MIB
 class FakeGpu:
     """16 MiB, some of it in use."""
 
-    name = "GPU-of-test_gpu_build"
+    names = ("GPU-of-test_gpu_build",)
     total = 16 * MIB
-    lock = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{name}.lock"
+    lock = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{names[0]}.lock"
 
     def __init__(self, in_use: int = 0) -> None:
         self.in_use = in_use
@@ -87,7 +88,7 @@ class Watch:
         monkeypatch.setattr(ModelRunner, "launch", watched_launch)
 
     def pools(self) -> int:
-        return sum(pool.bytes.numel() for pool in self.memories[-1].kv_caches.values())
+        return sum(pool.nbytes for pool in self.memories[-1].kv_caches.values())
 
 
 def start(path: Path, gpu: FakeGpu, **options: Any) -> Memory:
@@ -164,6 +165,19 @@ def test_memory_of_others_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
     assert memory.num_pages == pages_in(MIB, memory.specs, 16)
 
 
+def test_of_two_ranks_each_gpu_holds_half_of_every_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two processes; what is measured is of one GPU."""
+    gpu, watch = FakeGpu(in_use=MIB), Watch(monkeypatch)
+    gpu.pools = lambda: watch.pools() // 2
+    memory = start(make_tiny("qwen3", tmp_path, 0), gpu, gpu_memory_utilization=0.25, tp_size=2)
+    assert memory.num_pages == pages_in(2 * (gpu.total // 4 - BESIDE), memory.specs, 16)
+    (pool,) = memory.kv_caches.values()
+    assert isinstance(pool, DividedKVCache)
+    assert [part.nbytes for part in pool.parts] == [pool.nbytes // 2] * 2
+
+
 def test_the_host_tier_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where capacity is measured: it may be most of the host's memory, and it opens storage."""
     gpu, watch = FakeGpu(), Watch(monkeypatch)
@@ -203,7 +217,7 @@ def test_prompts_of_all_sizes_run_where_weights_stay_stored(
     gpu, watch = FakeGpu(), Watch(monkeypatch)
     gpu.pools = watch.pools
     stored = lambda config: replace(load_model(config), kept=("fp8",))  # noqa: E731
-    monkeypatch.setattr("worker.gpu_build.load_model", stored)
+    monkeypatch.setattr("engine.model_ranks.load_model", stored)
     start(make_tiny("gpt_oss", tmp_path, 0), gpu, **capacity)
     last = [batch.q_lens.tolist() for batch in watch.batches[-6:]]
     assert last == [[2], [4], [8], [16], [32], [64]]

@@ -96,7 +96,7 @@ def test_the_current_chunk_is_read_back_as_stored(form, family, attention, tmp_p
 def test_the_fused_decoder_runs_over_a_quantised_pool(form, tmp_path):
     path = make_tiny("qwen3", tmp_path, 0)
     fused, fused_pools = open_quantised(path, form, 40, dtype="bfloat16")
-    assert isinstance(fused._decoder, FusedDecoder)
+    assert isinstance(fused.forward.decoder, FusedDecoder)
     reference, reference_pools = open_quantised(
         path, form, 40, dtype="bfloat16", attention="torch", linear="torch"
     )

@@ -25,13 +25,19 @@ from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.graphs import DecodeLimits
 from engine.loader import LoadedModel, load_model
 from engine.module_replacements import apply_replacements, replacement_table
+from engine.ranks.messages import LoadPart
+from engine.ranks.pools import own_heads
+from engine.ranks.rank import Rank
 from engine.runner import ModelRunner
+from kvcache.layout import KVGroupSpec
 from tests.engine.conftest import PROMPTS
 from tests.engine.test_not_finite import poison
 from tests.support.driver import Driver, pools_of
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_module
+from tests.support.rank_rig import divided_pool
 from tests.support.reference import reference_generate
+from tests.support.thread_ranks import ThreadRanks, two_groups
 from tests.support.tiny_models import FAMILIES, make_tiny
 from tests.support.wide_models import DENSE, MIXTURES, make_wide
 
@@ -71,7 +77,7 @@ def check_tokens(path: Path, own: bool) -> None:
     fused(loaded)
     pools = pools_of(loaded, 16, 40)
     runner = ModelRunner(loaded, pools, config)
-    runner.attention = flashinfer_layers(loaded, pools)
+    runner.forward.attention = flashinfer_layers(loaded, pools)
     assert isinstance(runner.attention.fixed(1, 1).full, DecodeAttention if own else FlashInferAttention)
     recorder = EagerRecorder()
     runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
@@ -103,13 +109,46 @@ def test_so_they_do_with_biases(own: bool, tmp_path: Path) -> None:
     check_tokens(tmp_path, own)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
+def test_tokens_of_two_ranks_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
+    """Each with the fused decoder over its part, in recorded steps, too."""
+    path = make_wide(family, tmp_path, 5)
+    config = EngineConfig(str(path), dtype="float32", attention="torch", linear="torch", overlap=False)
+    groups = two_groups()
+    first, second = (load_model(config, group) for group in groups)
+    whole = {
+        spec.name: divided_pool(spec, 2, 40, 16)
+        for spec in first.spec.groups
+        if isinstance(spec, KVGroupSpec)
+    }
+    pools = [own_heads(whole, group) for group in groups]
+    for loaded in (first, second):
+        fused(loaded)
+    rank = Rank(second, pools[1], LoadPart(config, 1, 2), groups[1])
+    rank.forward.attention = flashinfer_layers(second, pools[1])
+    ranks = ThreadRanks(groups[0], rank)
+    runner = ModelRunner(first, pools[0], config, ranks=ranks)
+    runner.forward.attention = flashinfer_layers(first, pools[0])
+    recorder = EagerRecorder()
+    runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
+    driver = Driver(runner, 40, 16)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
+    runner.close()
+    expected = [reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS]
+    assert [lane.outputs for lane in lanes] == expected
+    replays = [[step.replays for step in one.steps] for one in (recorder, ranks.recorder)]
+    assert replays[0] == replays[1]
+    assert all(replays[0])
+
+
 def runner_of(path: Path) -> tuple[ModelRunner, Any]:
     """A runner with a fused decoder, and its pool without garbage."""
     loaded, config = load(path)
     fused(loaded)
     pools = pools_of(loaded, 16, 60)
     runner = ModelRunner(loaded, pools, config)
-    runner.attention = flashinfer_layers(loaded, pools)
+    runner.forward.attention = flashinfer_layers(loaded, pools)
     pools["full"].bytes.zero_()
     return runner, pools["full"]
 
@@ -155,7 +194,7 @@ def test_of_the_last_layer_only_what_is_read_is_computed(
         hidden_of(runner, driver.batch([(lane, 7) for lane in lanes]))
         batches.append(driver.batch(list(zip(lanes, counts, strict=True))))
     computed: list[int] = []
-    last = some._decoder.mlps[-1]
+    last = some.forward.decoder.mlps[-1]
     last.register_forward_hook(lambda _, given, __: computed.append(given[0].shape[1]))
     result = hidden_of(some, reading(batches[0], sampled, scored, pooled))
     wanted = hidden_of(every, reading(batches[1], [], [], list(range(len(counts)))))

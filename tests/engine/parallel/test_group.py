@@ -93,3 +93,10 @@ def test_who_waits_for_a_rank_that_is_gone_gets_an_error(gone: int) -> None:
 def test_who_waits_for_a_rank_that_does_not_come_gets_an_error() -> None:
     with group_of(2, timeout_s=0.1) as group, pytest.raises(TimeoutError):
         group[0].sum(torch.ones(3))
+
+
+def test_who_has_come_and_waits_for_a_rank_that_ends_gets_an_error() -> None:
+    with group_of(2) as group:
+        group[0]._others[0].shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError):
+            group[1].sum(torch.ones(3))

@@ -78,3 +78,24 @@ def test_every_rank_and_a_worker_of_one_serve_the_same_model(
     assert one.spec.fingerprint != load_model(EngineConfig(str(other)), OneOfTwo(0)).spec.fingerprint
     heads = one.attention[0].query_heads
     assert [part.attention[0].query_heads for part in (first, second)] == [heads // 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", 0),
+        ("model.layers.0.self_attn.k_proj.bias", 0),
+        ("model.layers.0.self_attn.o_proj.weight", 1),
+        ("model.layers.0.self_attn.o_proj.bias", None),  # added once, after the sum
+        ("model.layers.0.mlp.experts.7.down_proj.weight", 1),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", 0),
+        ("model.layers.0.block_sparse_moe.experts.1.w2.weight", 1),
+        ("model.layers.0.mlp.gate.weight", None),
+        ("model.layers.0.mlp.shared_expert_gate.weight", None),
+        ("model.layers.0.self_attn.q_norm.weight", None),
+        ("model.embed_tokens.weight", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_what_is_divided_and_how(name: str, dim: int | None) -> None:
+    assert Shard(1, 4).division(name) == (None if dim is None else (dim, 1, 4))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +34,16 @@ def families() -> list[object]:
 
 @pytest.mark.parametrize("family", families())
 def test_tokens_equal_generate(family: str, drawn: Drawn) -> None:
-    path, expected = drawn(family)
-    with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
+    check_tokens(*drawn(family))
+
+
+@pytest.mark.parametrize("options", [{"divided": True}, {"overlap": True}, {"attention": "torch"}])
+def test_tokens_equal_generate_however_they_are_computed(options: dict[str, Any], drawn: Drawn) -> None:
+    check_tokens(*drawn("gemma3_text"), **options)
+
+
+def check_tokens(path: Path, expected: list[list[int]], **options: Any) -> None:
+    with open_ranks(path, 2, PAGE, PAGES, **options) as (runner, _):
         driver = Driver(runner, PAGES, PAGE)
         lanes = [driver.add(prompt) for prompt in PROMPTS]
         driver.generate(lanes, 64, chunk=7, stagger=9)
@@ -67,7 +77,7 @@ def test_a_rank_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
     before = children()
     path = make_tiny("llama", tmp_path, 0)
     (path / "model.safetensors").write_bytes(b"no weights")
-    ranks = Ranks(EngineConfig(str(path)), 2, TIMEOUT_S)
+    ranks = Ranks(EngineConfig(str(path)), ["cpu"] * 2, TIMEOUT_S)
     with pytest.raises(ConfigError, match=r"model: .* cannot be loaded"), ranks:
         ranks.await_loaded()
     assert children() == before, "no rank stays"
@@ -82,7 +92,8 @@ def test_a_rank_that_is_killed_is_noticed_and_no_forward_hangs(drawn: Drawn) -> 
         driver.step([(lane, lane.prompt_len)])
         runner.check()
         (rank,) = children() - before
-        os.kill(rank, 9)
+        os.kill(rank, signal.SIGKILL)
+        os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
         with pytest.raises(DeviceLost):
             driver.step([(lane, 1)])
         with pytest.raises(DeviceLost, match=r"rank 1 has ended, with status -9"):

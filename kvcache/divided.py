@@ -1,0 +1,71 @@
+"""DividedKVCache: a pool whose pages lie in several memories, a part of their heads in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcache.layout import KVGroupSpec
+from kvcache.pool import KVCache, MHAKVCache
+
+
+class DividedKVCache(KVCache):
+    """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0.
+
+    A page is the same blob as in one memory, put together when it is read: whoever copies pages, sends them
+    or stores them does not know how many parts there are. It cannot be mapped whole, so `fd` is None; each
+    part has its own.
+    """
+
+    def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
+        """`spec` is of the whole. Owns the parts, which are equal but for their device."""
+        first = parts[0]
+        assert spec.kv_heads == len(parts) * first.spec.kv_heads, "the parts have all heads"
+        self.spec = spec
+        self.parts = tuple(parts)
+        self.num_pages = first.num_pages
+        self.page_size = first.page_size
+        self.page_bytes = spec.page_bytes(first.page_size)
+        self.device = first.device
+        self.fd = None
+        self._blocks = 2 * len(
+            spec.layer_ids
+        )  # of a page: K and V of each layer, in which heads are outermost
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """The pages `ids` (int64 `[n]`, pinned or on the first device) as uint8 `[n, page_bytes]`, on the
+        first device. Nothing waits."""
+        pieces = [
+            part.bytes.index_select(0, ids.to(part.device, non_blocking=True))
+            .view(len(ids), self._blocks, -1)
+            .to(self.device, non_blocking=True)
+            for part in self.parts
+        ]
+        return torch.stack(pieces, dim=2).view(len(ids), self.page_bytes)
+
+    def write(self, ids: torch.Tensor, pages: torch.Tensor) -> None:
+        """Overwrite the pages `ids` with `pages`, uint8 `[n, page_bytes]` on the first device. Nothing waits;
+        what is queued on the first device's current stream after this comes after it."""
+        pieces = pages.view(len(ids), self._blocks, len(self.parts), -1)
+        for number, part in enumerate(self.parts):
+            piece = pieces[:, :, number].to(part.device, non_blocking=True)
+            there = ids.to(part.device, non_blocking=True)
+            part.bytes.index_copy_(0, there, piece.reshape(len(ids), -1))
+            if part.device != self.device:
+                _order_after(self.device, part.device)
+
+
+def _order_after(first: torch.device, other: torch.device) -> None:
+    """The first device's current stream goes on when the other's has come here."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(other))
+    torch.cuda.current_stream(first).wait_event(event)

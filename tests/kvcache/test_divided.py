@@ -1,0 +1,58 @@
+"""Pools whose heads lie in several memories: a page is the same blob as in one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.divided import DividedKVCache
+from kvcache.layout import KVGroupSpec
+from kvcache.pool import MHAKVCache
+from kvcache.quant import KVFormat
+from kvcache.tiers.copier import open_copier
+from kvcache.tiers.host_pool import HostPool
+from tests.support.rank_rig import divided_pool, shared_pool
+
+PAGE, PAGES = 4, 6
+
+
+def spec_of(stored: KVFormat = KVFormat.AUTO) -> KVGroupSpec:
+    return KVGroupSpec((0, 1, 5), 4, 32, torch.float32, stored=stored)
+
+
+def filled(spec: KVGroupSpec, parts: int) -> tuple[MHAKVCache, DividedKVCache]:
+    """The same tokens in a whole pool and in one of several parts, each of which was given its heads."""
+    whole, divided = shared_pool(spec, PAGES, PAGE), divided_pool(spec, parts, PAGES, PAGE)
+    heads = spec.kv_heads // parts
+    for layer in spec.layer_ids:
+        slots = torch.randperm(PAGES * PAGE)[:17] + PAGE
+        k, v = torch.randn(2, len(slots), spec.kv_heads, spec.head_dim)
+        whole.set_kv_buffer(layer, slots, k, v)
+        for number, part in enumerate(divided.parts):
+            own = slice(number * heads, (number + 1) * heads)
+            part.set_kv_buffer(layer, slots, k[:, own], v[:, own])
+    return whole, divided
+
+
+@pytest.mark.parametrize("stored", KVFormat)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_pages_are_read_and_written_as_whole_ones(parts: int, stored: KVFormat) -> None:
+    whole, divided = filled(spec_of(stored), parts)
+    assert divided.page_bytes == whole.page_bytes
+    ids = torch.tensor([3, 1, 6])
+    assert torch.equal(divided.read(ids), whole.bytes[ids])
+    divided.write(torch.tensor([2, 4]), whole.bytes[torch.tensor([1, 3])])
+    assert torch.equal(divided.read(torch.tensor([1, 2, 3, 4])), whole.bytes[torch.tensor([1, 1, 3, 3])])
+
+
+def test_pages_go_to_the_host_and_back() -> None:
+    whole, divided = filled(spec_of(), 2)
+    host = HostPool([spec_of()], PAGE, {"full": 5})
+    copier = open_copier({"full": divided}, host, 0.0)
+    device, there = np.array([1, 4, 2]), np.array([5, 1, 3])
+    assert copier.to_host({"full": device}, {"full": there}) == 3 * whole.page_bytes
+    assert torch.equal(host.arenas["full"].bytes[there], whole.bytes[device])
+    assert copier.to_device({"full": np.array([6, 3, 5])}, {"full": there}) == 3 * whole.page_bytes
+    assert torch.equal(divided.read(torch.tensor([6, 3, 5])), whole.bytes[device])
+    host.close()
