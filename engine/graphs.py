@@ -116,7 +116,8 @@ class CudaRecorder:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        # "thread_local": NCCL's own thread looks at its events meanwhile, which would end a global capture.
+        with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
             outputs = step()
         return _CudaGraph(graph, outputs)
 

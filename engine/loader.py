@@ -154,7 +154,7 @@ def _read(
         form = stored_format(hf_config)
         keep = form is not None and takes_stored_weights(config, dtype)
         direct = not on_cpu and not keep and is_accelerate_available()
-        divide = nothing_divided if shard is None else shard.division
+        divide = nothing_divided if shard is None else shard.divide(hf_config)
         weights = read_weights(config.model, form, dtype, local, keep, samples, divide)
         if is_text_part:
             weights = text_weights(weights)

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.loader import check_divisible, load_model
-from engine.ranks.pools import own_heads
+from engine.ranks.pools import own_part
 from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
 from kvcache.pool import KVCache
@@ -39,7 +39,7 @@ class ModelRanks:
         if self._ranks is None:
             return ModelRunner(self.loaded, pools, config)
         self._ranks.open_pools(pools)
-        return ModelRunner(self.loaded, own_heads(pools, self._ranks.group), config, ranks=self._ranks)
+        return ModelRunner(self.loaded, own_part(pools, self._ranks.group), config, ranks=self._ranks)
 
     def give_back(self) -> None:
         """Have the other ranks give their GPUs what they do not use: runners that were opened are over."""

@@ -44,7 +44,7 @@ class CacheConfig:
     page_size: int = 16  # tokens, a power of two
     pre_alloc_size: int = 0  # additional rows, for requests whose KV is still arriving (decode)
     device: str = "cpu"
-    rank_devices: tuple[str, ...] = ()  # of pools that are divided by heads; `device` is the first
+    rank_devices: tuple[str, ...] = ()  # of a worker of several ranks; `device` is the first
     shared: bool = False  # other processes can map the pools: memfds; on a GPU, if its memory can be shared
     prefix_cache: str = "radix"
     eviction_policy: str = "lru"

@@ -1,37 +1,36 @@
-"""DividedKVCache: a pool whose pages lie in several memories, a part of their heads in each."""
+"""Pools of several ranks: each rank has memory of its own, and together they are one pool.
+
+SpreadKVCache
+  DividedKVCache      keys and values: each part has a range of the heads
+  ReplicatedKVCache   latents and states, which have no heads to divide: each part has all of it
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec
 from kvcache.pool import KVCache, MHAKVCache
 
 
-class DividedKVCache(KVCache):
-    """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0.
-
-    A page is the same blob as in one memory, put together when it is read: whoever copies pages, sends them
-    or stores them does not know how many parts there are. It cannot be mapped whole, so `fd` is None; each
-    part has its own.
+class SpreadKVCache(KVCache):
+    """A page is the same blob as in one memory, put together when it is read: whoever copies pages, sends
+    them or stores them does not know how many parts there are. It cannot be mapped whole, so `fd` is None;
+    each part has its own.
     """
 
-    def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
+    def __init__(self, spec: GroupSpec, parts: Sequence[KVCache]) -> None:
         """`spec` is of the whole. Owns the parts, which are equal but for their device."""
         first = parts[0]
-        assert spec.kv_heads == len(parts) * first.spec.kv_heads, "the parts have all heads"
-        self.spec = spec
         self.parts = tuple(parts)
         self.num_pages = first.num_pages
         self.page_size = first.page_size
         self.page_bytes = spec.page_bytes(first.page_size)
         self.device = first.device
         self.fd = None
-        self._blocks = 2 * len(
-            spec.layer_ids
-        )  # of a page: K and V of each layer, in which heads are outermost
 
     @property
     def nbytes(self) -> int:
@@ -41,9 +40,35 @@ class DividedKVCache(KVCache):
         for part in self.parts:
             part.close()
 
+    @abstractmethod
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """The pages `ids` (int64 `[n]`, pinned or on the first device) as uint8 `[n, page_bytes]`, on the
         first device. Nothing waits."""
+
+    def write(self, ids: torch.Tensor, pages: torch.Tensor) -> None:
+        """Overwrite the pages `ids` with `pages`, uint8 `[n, page_bytes]` on the first device. Nothing waits;
+        what is queued on the first device's current stream after this comes after it."""
+        for number, part in enumerate(self.parts):
+            piece = self._piece(pages, number).to(part.device, non_blocking=True)
+            there = ids.to(part.device, non_blocking=True)
+            part.bytes.index_copy_(0, there, piece.reshape(len(ids), -1))
+            if part.device != self.device:
+                _order_after(self.device, part.device)
+
+    @abstractmethod
+    def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
+        """What a part has of these pages."""
+
+
+class DividedKVCache(SpreadKVCache):
+    """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0."""
+
+    def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
+        assert spec.kv_heads == len(parts) * parts[0].spec.kv_heads, "the parts have all heads"
+        super().__init__(spec, parts)
+        self._blocks = 2 * len(spec.layer_ids)  # of a page: K and V of each layer, heads after heads
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
         pieces = [
             part.bytes.index_select(0, ids.to(part.device, non_blocking=True))
             .view(len(ids), self._blocks, -1)
@@ -52,16 +77,19 @@ class DividedKVCache(KVCache):
         ]
         return torch.stack(pieces, dim=2).view(len(ids), self.page_bytes)
 
-    def write(self, ids: torch.Tensor, pages: torch.Tensor) -> None:
-        """Overwrite the pages `ids` with `pages`, uint8 `[n, page_bytes]` on the first device. Nothing waits;
-        what is queued on the first device's current stream after this comes after it."""
-        pieces = pages.view(len(ids), self._blocks, len(self.parts), -1)
-        for number, part in enumerate(self.parts):
-            piece = pieces[:, :, number].to(part.device, non_blocking=True)
-            there = ids.to(part.device, non_blocking=True)
-            part.bytes.index_copy_(0, there, piece.reshape(len(ids), -1))
-            if part.device != self.device:
-                _order_after(self.device, part.device)
+    def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
+        return pages.view(len(pages), self._blocks, len(self.parts), -1)[:, :, number]
+
+
+class ReplicatedKVCache(SpreadKVCache):
+    """Pages of which every part has a copy. The ranks compute the same for each."""
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.parts[0].bytes.index_select(0, ids.to(self.device, non_blocking=True))
+
+    def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
+        del number
+        return pages
 
 
 def _order_after(first: torch.device, other: torch.device) -> None:

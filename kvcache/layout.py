@@ -245,6 +245,11 @@ def stored_as(groups: tuple[GroupSpec, ...], stored: KVFormat) -> tuple[GroupSpe
     )
 
 
+def rank_spec(spec: GroupSpec, ranks: int) -> GroupSpec:
+    """What one of several ranks has of a group: its share of the heads, or all of what has none."""
+    return replace(spec, kv_heads=spec.kv_heads // ranks) if isinstance(spec, KVGroupSpec) else spec
+
+
 def pages_in(
     nbytes: int,
     specs: tuple[GroupSpec, ...],

@@ -23,10 +23,10 @@ from kvcache.balance import Balance, run_through
 from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.device_memory import allocate_exported
-from kvcache.divided import DividedKVCache
+from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
 from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
-from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_spec
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshots
@@ -337,8 +337,9 @@ def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocat
 
 
 def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
-    if config.rank_devices:
-        return _divided_pool(config, spec, pages)
+    ranks = config.rank_devices
+    if ranks and not (isinstance(spec, KVGroupSpec) and one_memory(ranks)):
+        return _spread_pool(config, spec, pages)
     nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
     buffer = _buffer(config, nbytes) if nbytes else None
     if isinstance(spec, StateGroupSpec):
@@ -349,16 +350,19 @@ def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
     return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
 
 
-def _divided_pool(config: CacheConfig, spec: GroupSpec, pages: int) -> DividedKVCache:
-    assert isinstance(spec, KVGroupSpec), "only heads are divided"
-    part = replace(spec, kv_heads=spec.kv_heads // len(config.rank_devices))
-    parts: list[MHAKVCache] = []
+def one_memory(devices: Sequence[str]) -> bool:
+    """Whether ranks on these devices all reach the same memory: keys and values are then in one pool, in
+    which each has its heads."""
+    return set(devices) == {"cpu"}
+
+
+def _spread_pool(config: CacheConfig, spec: GroupSpec, pages: int) -> SpreadKVCache:
+    own = rank_spec(spec, len(config.rank_devices))
+    parts: list[KVCache] = []
     try:
         for device in config.rank_devices:
-            pool = _pool(replace(config, device=device, rank_devices=(), shared=True), part, pages)
-            assert isinstance(pool, MHAKVCache), "its spec has keys and values"
-            parts.append(pool)
-            if pool.fd is None and pool.page_bytes:
+            parts.append(_pool(replace(config, device=device, rank_devices=(), shared=True), own, pages))
+            if parts[-1].fd is None and parts[-1].page_bytes:
                 raise ConfigError(
                     "tp_size",
                     f"memory of {device} cannot be shared between processes",
@@ -368,7 +372,9 @@ def _divided_pool(config: CacheConfig, spec: GroupSpec, pages: int) -> DividedKV
         for pool in parts:
             pool.close()
         raise
-    return DividedKVCache(spec, parts)
+    if isinstance(spec, KVGroupSpec):
+        return DividedKVCache(spec, [part for part in parts if isinstance(part, MHAKVCache)])
+    return ReplicatedKVCache(spec, parts)
 
 
 def _buffer(config: CacheConfig, nbytes: int) -> PoolBuffer | None:

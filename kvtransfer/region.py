@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvcache.device_memory import DeviceMemory, device_memory
-from kvcache.divided import DividedKVCache
+from kvcache.divided import SpreadKVCache
 from kvcache.memory import Memory
 from kvcache.page_runs import PageIds
 from kvcache.pool import KVCache
@@ -178,11 +178,11 @@ class GroupRegion:
 
 
 @dataclass(frozen=True)
-class DividedRegion(GroupRegion):
+class SpreadRegion(GroupRegion):
     """A region whose pages lie in several memories. Backends that need one address, or a descriptor, do not
     serve it. `tensor` is the first part."""
 
-    pool: DividedKVCache = field(kw_only=True)
+    pool: SpreadKVCache = field(kw_only=True)
 
     @property
     def has_address(self) -> bool:
@@ -219,9 +219,9 @@ def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
 
 
 def _region_of_pool(pool: KVCache) -> GroupRegion:
-    if isinstance(pool, DividedKVCache):
+    if isinstance(pool, SpreadKVCache):
         first = pool.parts[0].bytes
-        return DividedRegion(first, copies=copies_of(first.device), pool=pool)
+        return SpreadRegion(first, copies=copies_of(first.device), pool=pool)
     return region_of(pool.bytes, pool.fd)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,12 +33,12 @@ from engine.ranks.messages import Compute, LoadPart
 from engine.ranks.rank import Rank
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
-from kvcache.divided import DividedKVCache
-from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec
+from kvcache.divided import DividedKVCache, ReplicatedKVCache
+from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, rank_spec
 from kvcache.page_runs import as_pages
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
 from kvtransfer.copies import CudaCopies
-from kvtransfer.region import DividedRegion, GroupRegion
+from kvtransfer.region import GroupRegion, SpreadRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.quantised_checkpoints import write
@@ -66,7 +66,10 @@ STORED = {
     "mixtral-gptq": "gptq",
 }
 """Models whose weights stay as the checkpoint stored them, and the checkpoint's format."""
-RANKS = ("qwen3-wide-rank0", "qwen3-wide-rank1", "qwen2_moe-rank1", "gemma3_text-rank1")
+RANKS = (
+    *("qwen3-wide-rank0", "qwen3-wide-rank1", "qwen2_moe-rank1", "gemma3_text-rank1"),
+    *("gpt_oss-rank1", "deepseek_v3-rank1", "qwen3_next-rank1"),
+)
 """One of the two ranks of a worker, beside another that only answers."""
 NAMES = sorted({*FAMILIES, *MIXED, *STORED, *RANKS} | {f"{family}-wide" for family in WIDE})
 """Families, and with "-wide" models of them whose heads FlashInfer has kernels for."""
@@ -168,23 +171,21 @@ def dry_run(directory: Path, group: OneOfTwo | None = None) -> dict[str, int]:
                 _steps(runner)
             if not recorder.replays:
                 raise GpuFault("no decode step was replayed from a graph")
-            regions = _regions(pools) if group is None else _divided_regions(loaded.spec.groups, group)
+            regions = _regions(pools) if group is None else _spread_regions(loaded.spec.groups, group)
             batches = sum(_staged_batches(region) for region in regions)
             seen = {**device.seen, "replays": recorder.replays, "staged batches": batches}
             return {**seen, "stored formats": len(kept)}
 
 
 def _pools(loaded: loader.LoadedModel, ranks: int) -> dict[str, Any]:
-    pools: dict[str, Any] = {}
-    for spec in loaded.spec.groups:
-        if isinstance(spec, KVGroupSpec):
-            spec = replace(spec, kv_heads=spec.kv_heads // ranks)
-        if isinstance(spec, StateGroupSpec):
-            pools[spec.name] = MambaPool(spec, PAGES, device="cuda")
-        else:
-            kind: Any = MLAKVCache if spec.kind == "latent" else MHAKVCache
-            pools[spec.name] = kind(spec, PAGES, PAGE, device="cuda")
-    return pools
+    return {spec.name: _pool(rank_spec(spec, ranks)) for spec in loaded.spec.groups}
+
+
+def _pool(spec: GroupSpec) -> Any:
+    if isinstance(spec, StateGroupSpec):
+        return MambaPool(spec, PAGES, device="cuda:0")
+    kind: Any = MLAKVCache if spec.kind == "latent" else MHAKVCache
+    return kind(spec, PAGES, PAGE, device="cuda:0")
 
 
 def _regions(pools: Mapping[str, KVCache]) -> list[GroupRegion]:
@@ -195,15 +196,15 @@ def _regions(pools: Mapping[str, KVCache]) -> list[GroupRegion]:
     ]
 
 
-def _divided_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRegion]:
+def _spread_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRegion]:
     """The pools of a worker of several ranks, as if all were on one GPU."""
     regions: list[GroupRegion] = []
     for spec in specs:
-        assert isinstance(spec, KVGroupSpec)
-        own = replace(spec, kv_heads=spec.kv_heads // group.size)
-        whole = DividedKVCache(spec, [MHAKVCache(own, PAGES, PAGE, "cuda:0") for _ in range(group.size)])
-        first = whole.parts[0].bytes
-        regions.append(DividedRegion(first, copies=CudaCopies(first.device), pool=whole))
+        own = _pool(rank_spec(spec, group.size)), _pool(rank_spec(spec, group.size))
+        whole = DividedKVCache(spec, own) if isinstance(spec, KVGroupSpec) else ReplicatedKVCache(spec, own)
+        if whole.page_bytes:
+            first = whole.parts[0].bytes
+            regions.append(SpreadRegion(first, copies=CudaCopies(first.device), pool=whole))
     return regions
 
 

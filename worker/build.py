@@ -15,7 +15,7 @@ from engine.batch import Engine
 from engine.config import EngineConfig
 from engine.fake import FakeEngine, FakeTiming, fake_spec
 from engine.model_digest import model_digest
-from engine.model_ranks import ModelRanks
+from engine.model_ranks import ModelRanks, rank_devices
 from engine.runner import ModelRunner
 from kvcache.config import CacheConfig
 from kvcache.memory import Memory, build_memory
@@ -69,8 +69,11 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
 def _build_on_cpu(
     options: WorkerOptions, config: EngineConfig, chosen: CacheConfig
 ) -> tuple[ModelRunner, Memory]:
+    devices = rank_devices(config.device, options.tp_size)
+    if len(devices) > 1:
+        chosen = replace(chosen, rank_devices=tuple(devices))
     with ExitStack() as opened:
-        model = ModelRanks(config, ["cpu"] * options.tp_size, options.first_forward_s)
+        model = ModelRanks(config, devices, options.first_forward_s)
         opened.callback(model.close)
         sizes = cache_config(options, model.loaded.spec, chosen, host_budget(options))
         memory = opened.enter_context(build_memory(sizes, model.loaded.spec.groups))

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.memory import available_memory
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
-from kvcache.layout import pages_in
+from kvcache.layout import GroupSpec, pages_in, rank_spec
 from kvcache.storage.config import StorageConfig
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 Budget = Callable[[], int]
-"""Gives the bytes that pools may take. It is asked only if the options leave a size open."""
+"""Gives the bytes that pools may take, of each rank. It is asked only if the options leave a size open."""
 
 
 def cache_config(options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, budget: Budget) -> CacheConfig:
@@ -32,7 +32,7 @@ def cache_config(options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, b
 
 def host_budget(options: WorkerOptions) -> Budget:
     """A share of the memory that this process could take when it is asked: of the host, or its container."""
-    return lambda: int(available_memory() * options.kv_memory_fraction)
+    return lambda: int(available_memory() * options.kv_memory_fraction) // options.tp_size
 
 
 def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheConfig:
@@ -120,10 +120,16 @@ def _state_slots(config: CacheConfig, spec: ModelSpec, budget: Budget) -> int:
     return slots
 
 
+def own_groups(spec: ModelSpec, config: CacheConfig) -> tuple[GroupSpec, ...]:
+    """What each rank has of the model's groups."""
+    return tuple(rank_spec(group, max(1, len(config.rank_devices))) for group in spec.groups)
+
+
 def _affordable_tokens(config: CacheConfig, spec: ModelSpec, budget: int) -> int:
     """Tokens whose KV of all groups fits into the budget; at most what all requests can use."""
     page_size = config.page_size
-    pages = pages_in(budget, spec.groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
+    groups = own_groups(spec, config)
+    pages = pages_in(budget, groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
     tokens = min(pages * page_size, config.max_running_requests * spec.max_position)
     if tokens < page_size:
         key = "kv_memory_fraction" if config.device == "cpu" else "gpu_memory_utilization"

@@ -109,7 +109,7 @@ def build_on_gpu(
             log.info(
                 "GPU memory: %d bytes, %d for this worker, %d of them not for KV", gpus.total, share, needed
             )
-            return max(0, share - needed) * len(devices)
+            return max(0, share - needed)
 
         memory = opened.enter_context(
             build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -31,20 +31,47 @@ _OF_ACTIVATIONS = ("input_zero_point", "output_zero_point")
 
 
 class Division(NamedTuple):
-    """Which part of a weight is read: one of `size` equal ones along a dimension."""
+    """Which part of a weight a rank reads: one of `size` equal ones along a dimension."""
 
     dim: int
     rank: int
     size: int
+    segments: tuple[
+        int, ...
+    ] = ()  # lengths along it, of each of which the rank has a part; none: one segment
 
-    def of(self, count: int) -> slice:
-        """The part of a dimension of `count`. Raises ValueError if it has no such parts."""
-        if count % self.size:
-            raise ValueError(f"{count} is not divided by {self.size}")
-        return slice(count // self.size * self.rank, count // self.size * (self.rank + 1))
+    def of(self, stored: Sliceable, shape: Sequence[int]) -> torch.Tensor:
+        """The part of a tensor. Raises ValueError if it has no such parts."""
+        parts, first = [], 0
+        for length in self.segments or (shape[self.dim],):
+            if length % self.size:
+                raise ValueError(f"{length} is not divided by {self.size}")
+            count = length // self.size
+            begin = first + count * self.rank
+            parts.append(stored[(slice(None),) * self.dim + (slice(begin, begin + count),)])
+            first += length
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-Divide = Callable[[str], Division | None]
+class AddedOnce(NamedTuple):
+    """A bias of what is summed over the ranks: only rank 0 has it, and the others zeros."""
+
+    rank: int
+
+    def of(self, stored: Sliceable, shape: Sequence[int]) -> torch.Tensor:
+        """The part of a tensor."""
+        del shape
+        whole = stored[...]
+        return whole if self.rank == 0 else torch.zeros_like(whole)
+
+
+class Sliceable(Protocol):
+    """A tensor, or one in a file."""
+
+    def __getitem__(self, index: Any, /) -> torch.Tensor: ...
+
+
+Divide = Callable[[str], Division | AddedOnce | None]
 """The part of a weight, by its name; None: all of it."""
 
 
@@ -77,7 +104,9 @@ class CountedTensor:
 class PlainWeight:
     """A weight that is one tensor of a file, or a part of it."""
 
-    def __init__(self, name: str, stored: Stored, samples: WeightSamples, division: Division | None) -> None:
+    def __init__(
+        self, name: str, stored: Stored, samples: WeightSamples, division: Division | AddedOnce | None
+    ) -> None:
         self._name = name
         self._stored = stored
         self._samples = samples
@@ -85,14 +114,12 @@ class PlainWeight:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         assert index is ..., "weights are read at once"
-        shape, division = self._stored.get_shape(), self._division
-        if division is not None and len(shape) == 2:
-            self._samples.take_from_file(self._name, self._stored)
-            part = division.of(shape[division.dim])
-            return self._stored[part] if division.dim == 0 else self._stored[:, part]
-        whole = self._stored[...]
-        self._samples.take(self._name, whole)
-        return whole if division is None else _part(whole, division)
+        if self._division is None:
+            whole = self._stored[...]
+            self._samples.take(self._name, whole)
+            return whole
+        self._samples.take_from_file(self._name, self._stored)
+        return self._division.of(self._stored, self._stored.get_shape())
 
 
 class QuantisedWeight:
@@ -106,7 +133,7 @@ class QuantisedWeight:
         dtype: torch.dtype,
         keep: bool,
         samples: WeightSamples,
-        division: Division | None,
+        division: Division | AddedOnce | None,
     ) -> None:
         """A part of one is dequantised."""
         self._name = name
@@ -127,13 +154,9 @@ class QuantisedWeight:
             raise ValueError(f"{self._name}: {error}") from error
         self._samples.take(self._name, weight)
         whole = weight if self._keep else weight.dequantised()
-        return whole if self._division is None else _part(whole, self._division)
-
-
-def _part(whole: torch.Tensor, division: Division) -> torch.Tensor:
-    """A copy, so that the whole is freed."""
-    part = division.of(whole.shape[division.dim])
-    return (whole[part] if division.dim == 0 else whole[:, part]).clone()
+        if self._division is None:
+            return whole
+        return self._division.of(whole, whole.shape).clone()  # so that the whole is freed
 
 
 def read_weights(

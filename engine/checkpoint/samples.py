@@ -10,6 +10,7 @@ import hashlib
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.checkpoint.stored import StoredTensor
@@ -34,10 +35,10 @@ class WeightSamples:
         self._keep(name, list(weight.shape), weight.dtype, values)
 
     def take_from_file(self, name: str, weight: Any) -> None:
-        """Take those of a safetensors slice of two dimensions, and read no others."""
+        """Take those of a safetensors slice, and read no others."""
         shape: list[int] = weight.get_shape()
-        spots = [divmod(place, shape[1]) for place in _places(shape)]
-        values = torch.cat([weight[row : row + 1, column : column + 1] for row, column in spots])
+        spots = np.stack(np.unravel_index(np.array(_places(shape)), shape), axis=-1).tolist()
+        values = torch.cat([weight[tuple(slice(at, at + 1) for at in spot)].view(1) for spot in spots])
         self._keep(name, shape, values.dtype, values)
 
     def digest_into(self, digest: hashlib._Hash) -> None:

@@ -3,34 +3,74 @@
 Heads and the inner width of MLPs are divided among the ranks, as in Megatron-LM (Shoeybi et al., 2019): the
 projections into them by outputs, those out of them by inputs. So a part is the same model with fewer heads
 and narrower MLPs. What its attention and its MLPs return are summands, and a sum over the ranks follows each
-(engine/parallel/sums.py). The rest, embedding, norms and routers of mixtures, is whole in every rank.
+(engine/parallel/sums.py). The rest is whole in every rank: embedding, norms, routers of mixtures, projections
+into and out of latents, and layers of linear attention or Mamba, which every rank computes.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
-from engine.checkpoint.reader import Division
+from engine.checkpoint.reader import AddedOnce, Divide, Division
 from engine.families.dense import head_dim
 
-FAMILIES = (
-    *("gemma2", "gemma3_text", "llama", "mistral", "mixtral"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-)
-"""The model types that are divided."""
+_INTO = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")  # w: Mixtral's experts
+_OUT_OF = ("o_proj", "down_proj", "w2")
+_ONCE = -1  # in the place of a dimension: AddedOnce
 
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
-_BY_INPUTS = ("o_proj", "down_proj", "w2")
-"""Projections by their names in checkpoints. Those with digits are of Mixtral's experts."""
+Dimensions = Mapping[str, int]
+"""The last two parts of a weight's name in a checkpoint -> the dimension that is divided."""
+
+_COMMON: Dimensions = {
+    **{f"{name}.{kind}": 0 for name in _INTO for kind in ("weight", "bias")},
+    **{f"{name}.weight": 1 for name in _OUT_OF},
+}
+_DEEPSEEK: Dimensions = {"q_b_proj.weight": 0, "kv_b_proj.weight": 0}
+_GPT_OSS: Dimensions = {  # gates and ups alternate
+    "self_attn.sinks": 0,
+    "experts.gate_up_proj": 2,
+    "experts.gate_up_proj_bias": 1,
+    "experts.down_proj": 1,
+    "experts.down_proj_bias": _ONCE,
+}
+_PHI3: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
+
+_PLAIN = (
+    *("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("falcon_h1", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+_OF_TYPE: Mapping[str, Dimensions] = {
+    **{model_type: {} for model_type in _PLAIN},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "gpt_oss": _GPT_OSS,
+    "phi3": _PHI3,
+}
+"""The model types that are divided, and what they have beside _COMMON."""
+
+FAMILIES = tuple(sorted(_OF_TYPE))
 
 _DIVIDED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Keys of config.json of which each rank has its share."""
+
+
+def _phi3_segments(config: Any) -> dict[str, tuple[int, ...]]:
+    """Weights of several projections."""
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    return {
+        "qkv_proj.weight": (heads * dim, kv_heads * dim, kv_heads * dim),
+        "gate_up_proj.weight": (config.intermediate_size,) * 2,
+    }
+
+
+_SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {"phi3": _phi3_segments}
 
 
 @dataclass(frozen=True)
@@ -43,7 +83,7 @@ class Shard:
     def config(self, config: Any) -> Any:
         """The transformers config of the part. Raises ConfigError, key `tp_size`, for a model that is not
         divided, or not into so many."""
-        if config.model_type not in FAMILIES:
+        if config.model_type not in _OF_TYPE:
             raise ConfigError(
                 "tp_size",
                 f"models of type {config.model_type} are not divided among ranks",
@@ -62,12 +102,18 @@ class Shard:
             setattr(part, key, whole // self.size)
         return part
 
-    def division(self, name: str) -> Division | None:
-        """Which part of a checkpoint's weight belongs to this one; None: all of it."""
-        stem, _, kind = name.rpartition(".")
-        projection = stem.rpartition(".")[2]
-        if projection in _BY_OUTPUTS:
-            return Division(0, self.rank, self.size)
-        if projection in _BY_INPUTS and kind == "weight":
-            return Division(1, self.rank, self.size)
-        return None
+    def divide(self, config: Any) -> Divide:
+        """Which part of each of a checkpoint's weights belongs to this one. `config` is of the whole."""
+        dimensions = {**_COMMON, **_OF_TYPE[config.model_type]}
+        segments = _SEGMENTS[config.model_type](config) if config.model_type in _SEGMENTS else {}
+
+        def part(name: str) -> Division | AddedOnce | None:
+            own = ".".join(name.split(".")[-2:])
+            dim = dimensions.get(own)
+            if dim is None:
+                return None
+            if dim == _ONCE:
+                return AddedOnce(self.rank)
+            return Division(dim, self.rank, self.size, segments.get(own, ()))
+
+        return part

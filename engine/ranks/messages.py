@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ForwardBatch, PooledPrompt, SamplingRows, WindowPages
+from engine.batch import ForwardBatch, PooledPrompt, SamplingRows, StateSlots, WindowPages
 from engine.config import EngineConfig
 
 _NONE = SamplingRows((), np.zeros(0, np.int64))
@@ -35,11 +35,11 @@ class LoadPart(msgspec.Struct, frozen=True, tag="load_part"):
 
 class OpenPools(msgspec.Struct, frozen=True, tag="open_pools"):
     """The pages of each group, by name. The descriptors of their memory follow in this order, of those that
-    have bytes. `divided`: it has this rank's heads alone."""
+    have bytes. `own`: groups that are in memory of this rank alone."""
 
     num_pages: dict[str, int]
     page_size: int
-    divided: bool
+    own: list[str]
 
 
 class RecordDecode(msgspec.Struct, frozen=True, tag="record_decode"):
@@ -61,6 +61,13 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     out_slots: bytes
 
 
+class States(msgspec.Struct, frozen=True, array_like=True):
+    """StateSlots."""
+
+    reads: bytes
+    writes: bytes
+
+
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
     """A ForwardBatch without what only rank 0 needs: its tokens, which are shared when they are known, and
     what is done with hidden states. `read`: the sequences of which all hidden states are read."""
@@ -74,12 +81,12 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
     sampled: bytes
     read: list[int]
     window: Window | None
+    states: States | None
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Self:
         """For the other ranks."""
-        assert batch.state is None, "models with states are not divided"
-        window = batch.window
+        window, states = batch.window, batch.state
         return cls(
             positions=batch.positions.tobytes(),
             out_slots=batch.out_slots.tobytes(),
@@ -90,11 +97,13 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
             sampled=batch.sampled.tobytes(),
             read=[*(one.sequence for one in batch.scored), *(one.sequence for one in batch.pooled)],
             window=Window(window.page_table.tobytes(), window.out_slots.tobytes()) if window else None,
+            states=States(states.reads.tobytes(), states.writes.tobytes()) if states else None,
         )
 
     def batch(self) -> ForwardBatch:
         """With 0 for each token."""
-        q_lens, positions, window = _int32(self.q_lens), _int64(self.positions), self.window
+        q_lens, positions = _int32(self.q_lens), _int64(self.positions)
+        window, states = self.window, self.states
 
         def table(data: bytes) -> npt.NDArray[np.int32]:
             return _int32(data).reshape(len(q_lens), -1)
@@ -110,6 +119,7 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
             sampled=_int32(self.sampled),
             sampling=_NONE,
             window=WindowPages(table(window.page_table), _int64(window.out_slots)) if window else None,
+            state=StateSlots(_int32(states.reads), _int32(states.writes)) if states else None,
             pooled=tuple(PooledPrompt(sequence, 0) for sequence in self.read),
         )
 

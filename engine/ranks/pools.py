@@ -1,13 +1,13 @@
-"""The pools of several ranks: each has its heads of pages that rank 0 manages.
+"""The pools of several ranks: each has its part of pages that rank 0 manages.
 
-On a CPU the ranks of a worker share the memory of whole pages. A page has its heads in order, so that those
-of a rank are a slice of it. GPUs have a part of each page each (kvcache/divided.py).
+On a CPU the ranks of a worker share the memory of keys and values. A page has its heads in order, so that
+those of a rank are a slice of it. GPUs have memory of their own each, and so have all ranks for latents and
+states (kvcache/divided.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,14 +17,17 @@ from engine.parallel.group import RankGroup
 from engine.ranks.messages import OpenPools, RankSocket
 from kvcache.buffers import PoolBuffer, SharedBuffer
 from kvcache.device_memory import DeviceError, device_memory
-from kvcache.divided import DividedKVCache
-from kvcache.layout import GroupSpec, KVGroupSpec
-from kvcache.pool import HeadsOfKVCache, KVCache, MHAKVCache
+from kvcache.divided import SpreadKVCache
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_spec
+from kvcache.pool import HeadsOfKVCache, KVCache, MambaPool, MHAKVCache, MLAKVCache
 
 
-def own_heads(pools: Mapping[str, KVCache], group: RankGroup) -> dict[str, KVCache]:
-    """This rank's heads of rank 0's pools, in the same memory."""
-    return {name: _heads(pool, group) for name, pool in pools.items()}
+def own_part(pools: Mapping[str, KVCache], group: RankGroup) -> dict[str, KVCache]:
+    """What this rank has of rank 0's pools, in the same memory."""
+    return {
+        name: pool.parts[group.rank] if isinstance(pool, SpreadKVCache) else _heads(pool, group)
+        for name, pool in pools.items()
+    }
 
 
 class Shown(NamedTuple):
@@ -36,16 +39,15 @@ class Shown(NamedTuple):
 
 def show(pools: Mapping[str, KVCache], rank: int) -> Shown:
     """Rank 0's pools for another rank."""
-    (page_size,) = {pool.page_size for pool in pools.values()}
-    divided = any(isinstance(pool, DividedKVCache) for pool in pools.values())
+    page_size = max(pool.page_size for pool in pools.values())  # a state's is 1
     fds = []
     for pool in pools.values():
         if pool.page_bytes:
-            fd = pool.parts[rank].fd if isinstance(pool, DividedKVCache) else pool.fd
+            fd = pool.parts[rank].fd if isinstance(pool, SpreadKVCache) else pool.fd
             assert fd is not None, "the pools are in memory that can be mapped"
             fds.append(fd)
-    pages = {name: pool.num_pages for name, pool in pools.items()}
-    return Shown(OpenPools(pages, page_size, divided), fds)
+    own = [name for name, pool in pools.items() if isinstance(pool, SpreadKVCache)]
+    return Shown(OpenPools({name: pool.num_pages for name, pool in pools.items()}, page_size, own), fds)
 
 
 def map_pools(
@@ -55,20 +57,30 @@ def map_pools(
     device: torch.device,
     orders: RankSocket,
 ) -> dict[str, KVCache]:
-    """This rank's heads of the pools that rank 0 has opened."""
-    by_name = {spec.name: spec for spec in specs}
+    """This rank's part of the pools that rank 0 has opened."""
+    by_name = {spec.name: rank_spec(spec, group.size) if spec.name in opened.own else spec for spec in specs}
     have_bytes = [name for name in opened.num_pages if by_name[name].page_bytes(opened.page_size)]
     fds = dict(zip(have_bytes, orders.receive_fds(len(have_bytes)), strict=True))
     pools: dict[str, KVCache] = {}
     for name, pages in opened.num_pages.items():
         spec = by_name[name]
-        assert isinstance(spec, KVGroupSpec), "only heads are divided"
-        if opened.divided:
-            spec = replace(spec, kv_heads=spec.kv_heads // group.size)
         nbytes = KVCache.bytes_needed(spec, pages, opened.page_size)
         buffer = _mapped(fds[name], nbytes, device) if name in fds else None
-        pools[name] = MHAKVCache(spec, pages, opened.page_size, device, buffer)
-    return pools if opened.divided else own_heads(pools, group)
+        pool = open_pool(spec, pages, opened.page_size, device, buffer)
+        pools[name] = pool if name in opened.own else _heads(pool, group)
+    return pools
+
+
+def open_pool(
+    spec: GroupSpec, pages: int, page_size: int, device: torch.device, buffer: PoolBuffer | None
+) -> KVCache:
+    """The pool of a group, in `buffer`; None: it has no bytes."""
+    if isinstance(spec, StateGroupSpec):
+        return MambaPool(spec, pages, device, buffer)
+    if isinstance(spec, LatentGroupSpec):
+        return MLAKVCache(spec, pages, page_size, device, buffer)
+    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
+    return MHAKVCache(spec, pages, page_size, device, buffer)
 
 
 def _mapped(fd: int, nbytes: int, device: torch.device) -> PoolBuffer:
@@ -85,8 +97,6 @@ def _mapped(fd: int, nbytes: int, device: torch.device) -> PoolBuffer:
 
 
 def _heads(pool: KVCache, group: RankGroup) -> KVCache:
-    if isinstance(pool, DividedKVCache):
-        return pool.parts[group.rank]
-    assert isinstance(pool, MHAKVCache), "only heads are divided"
+    assert isinstance(pool, MHAKVCache), "only keys and values have heads"
     count = pool.spec.kv_heads // group.size
     return HeadsOfKVCache(pool, range(count * group.rank, count * (group.rank + 1)))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvcache.allocator import Pages
-from kvcache.divided import DividedKVCache
+from kvcache.divided import SpreadKVCache
 from kvcache.page_runs import as_pages, copy_pages
 from kvcache.pool import KVCache
 from kvcache.tiers.host_pool import HostPool
@@ -40,8 +40,14 @@ class Copier(ABC):
         start, done = time.monotonic(), 0
         for group, at in _pieces(device, self._pools):
             pool, arena = self._pools[group], self._host.arenas[group].bytes
-            self._back_up(pool, device[group][at], arena, host[group][at])
-            done += (at.stop - at.start) * self._pools[group].page_bytes
+            src, dst = device[group][at], host[group][at]
+            with self._until_done():
+                if isinstance(pool, SpreadKVCache):
+                    pages = pool.read(torch.from_numpy(src.astype(np.int64)))
+                    self._copy(pages, np.arange(len(src), dtype=np.int32), arena, dst)
+                else:
+                    self._copy(pool.bytes, src, arena, dst)
+            done += (at.stop - at.start) * pool.page_bytes
             if self._bytes_per_s:
                 time.sleep(max(0.0, start + done / self._bytes_per_s - time.monotonic()))
         return done
@@ -51,105 +57,62 @@ class Copier(ABC):
         done = 0
         for group, at in _pieces(device, self._pools):
             pool, arena = self._pools[group], self._host.arenas[group].bytes
-            self._load(arena, host[group][at], pool, device[group][at])
-            done += (at.stop - at.start) * self._pools[group].page_bytes
+            src, dst = host[group][at], device[group][at]
+            with self._until_done():
+                if isinstance(pool, SpreadKVCache):
+                    pages = torch.empty(len(src), pool.page_bytes, dtype=torch.uint8, device=pool.device)
+                    self._copy(arena, src, pages, np.arange(len(src), dtype=np.int32))
+                    pool.write(torch.from_numpy(dst.astype(np.int64)), pages)
+                else:
+                    self._copy(arena, src, pool.bytes, dst)
+            done += (at.stop - at.start) * pool.page_bytes
         return done
 
     @abstractmethod
-    def _back_up(self, pool: KVCache, src: Pages, arena: torch.Tensor, dst: Pages) -> None:
-        """Page `src[i]` of the pool to row `dst[i]` of the arena, uint8 `[pages, page_bytes]`."""
-
-    @abstractmethod
-    def _load(self, arena: torch.Tensor, src: Pages, pool: KVCache, dst: Pages) -> None:
-        """The other way."""
-
-
-class RowCopier(Copier):
-    """Both are tensors whose rows are pages."""
-
-    def _back_up(self, pool: KVCache, src: Pages, arena: torch.Tensor, dst: Pages) -> None:
-        self._copy(pool.bytes, src, arena, dst)
-
-    def _load(self, arena: torch.Tensor, src: Pages, pool: KVCache, dst: Pages) -> None:
-        self._copy(arena, src, pool.bytes, dst)
-
-    @abstractmethod
     def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
-        """Row `src[i]` of `source` to row `dst[i]` of `target`."""
+        """Row `src[i]` of `source` to row `dst[i]` of `target`, both uint8 `[pages, page_bytes]`."""
+
+    @abstractmethod
+    def _until_done(self) -> AbstractContextManager[None]:
+        """Around copies, which are done after it."""
 
 
-class HostCopier(RowCopier):
+class HostCopier(Copier):
     """The device's pools are in the host's memory, too: memcpy."""
 
     def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
         page_bytes = source.shape[1]
         copy_pages(source.data_ptr(), as_pages(src), target.data_ptr(), as_pages(dst), page_bytes)
 
-
-class CudaCopier(RowCopier):
-    """The device is a GPU and the host's arenas are pinned."""
-
-    def __init__(self, pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float = 0.0) -> None:
-        super().__init__(pools, host, bytes_per_s)
-        self._stream = _CopyStream(next(iter(pools.values())).device)
-
-    def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
-        with self._stream.until_done():
-            for page, place in zip(src.tolist(), dst.tolist(), strict=True):
-                target[place].copy_(source[page], non_blocking=True)
-
-
-class DividedCopier(Copier):
-    """The pools are divided among several devices: their pages are put together, and taken apart, on the
-    first of them."""
-
-    def __init__(self, pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float = 0.0) -> None:
-        super().__init__(pools, host, bytes_per_s)
-        device = next(iter(pools.values())).device
-        self._stream = _CopyStream(device) if device.type == "cuda" else None
-
-    def _back_up(self, pool: KVCache, src: Pages, arena: torch.Tensor, dst: Pages) -> None:
-        assert isinstance(pool, DividedKVCache)
-        with self._until_done():
-            pages = pool.read(torch.from_numpy(src.astype(np.int64)))
-            for page, place in zip(pages, dst.tolist(), strict=True):
-                arena[place].copy_(page, non_blocking=True)
-
-    def _load(self, arena: torch.Tensor, src: Pages, pool: KVCache, dst: Pages) -> None:
-        assert isinstance(pool, DividedKVCache)
-        with self._until_done():
-            pages = torch.empty(len(src), pool.page_bytes, dtype=torch.uint8, device=pool.device)
-            for page, place in zip(pages, src.tolist(), strict=True):
-                page.copy_(arena[place], non_blocking=True)
-            pool.write(torch.from_numpy(dst.astype(np.int64)), pages)
-
     def _until_done(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._stream is None else self._stream.until_done()
+        return nullcontext()
 
 
-class _CopyStream:
-    """A stream of a GPU for copies alone.
+class CudaCopier(Copier):
+    """The device is a GPU and the host's arenas are pinned: copies on a stream of their own.
 
-    Nothing orders it and the stream of the forwards on the device, because the host does: a page is backed up
-    after the completion of the forward that wrote it, and read by forwards that are launched after its load
-    has ended.
+    Nothing orders this stream and that of the forwards on the device, because the host does: a page is
+    backed up after the completion of the forward that wrote it, and read by forwards that are launched after
+    its load has ended.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float = 0.0) -> None:
+        super().__init__(pools, host, bytes_per_s)
+        self._stream = torch.cuda.Stream(next(iter(pools.values())).device)  # type: ignore[no-untyped-call]
+
+    def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
+        for page, place in zip(src.tolist(), dst.tolist(), strict=True):
+            target[place].copy_(source[page], non_blocking=True)
 
     @contextmanager
-    def until_done(self) -> Iterator[None]:
-        """Around copies, which are done after it."""
+    def _until_done(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
 
 
 def open_copier(pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float) -> Copier:
-    """The copier for the pools' devices."""
-    if any(isinstance(pool, DividedKVCache) for pool in pools.values()):
-        return DividedCopier(pools, host, bytes_per_s)
+    """The copier for the pools' device."""
     on_cpu = next(iter(pools.values())).device.type == "cpu"
     return HostCopier(pools, host, bytes_per_s) if on_cpu else CudaCopier(pools, host, bytes_per_s)
 

@@ -2,8 +2,8 @@
 
 Real separate processes, real transports, HTTP in front. `make oracle` runs the whole matrix: for dense
 families colocated and shm in full, tcp and mooncake as a pairwise covering set; for those with latents,
-windows and states a pairwise covering set of everything; and one for workers of several ranks. `make test`
-runs a subset with every family, page size, chunk size and transport in it.
+windows and states a pairwise covering set of everything; and for workers of several ranks a stack of each
+family. `make test` runs a subset with every family, page size, chunk size and transport in it.
 tests/engine/test_oracle_mutations.py proves that the oracle can fail.
 
 The tiny models' window is 24 tokens and a state is kept every 32: chunks of 20 and of 56 cut both, and pages.
@@ -50,12 +50,19 @@ class Case(NamedTuple):
 DENSE_PAGES, DENSE_CHUNKS = (1, 16), (32, None)
 AXES = [(*LATENT, *WINDOWED, *HYBRID), (1, 16, 64), (20, 56, None), PATHS, (0, 1), ("radix", "none")]
 
-DIVIDED = (*DENSE, "mistral_window", "gemma2", "gemma3_text")
-"""Families that several ranks compute."""
-TP_AXES = [
-    tuple(family for family in DIVIDED if family != "phi3"),
-    *((1, 16), (20, None), PATHS, (0, 1), ("radix", "none"), ((1, 2), (2, 1), (2, 2))),
-]
+TP_SIZES = ((1, 2), (2, 1), (2, 2))
+
+
+def cases_of_ranks() -> list[Case]:
+    """A stack with workers of several ranks for each family that they compute."""
+    cases = []
+    for i, family in enumerate(one for one in EVERY if one != "lfm2"):
+        path = PATHS[i % 4]
+        if path == "shm" and family in (*LATENT, *HYBRID):
+            path = "tcp"  # latents and states are in memory of each rank, which nobody else maps
+        size, chunk = (1, 16)[i % 2], (20, None)[i // 2 % 2]
+        cases.append(Case(family, size, chunk, path, i // 4 % 2, tp_sizes=TP_SIZES[i % 3]))
+    return cases
 
 
 def full_matrix() -> list[Case]:
@@ -67,7 +74,7 @@ def full_matrix() -> list[Case]:
         cases.append(Case(family, DENSE_PAGES[page], DENSE_CHUNKS[chunk], "tcp"))
         cases.append(Case(family, DENSE_PAGES[1 - page], DENSE_CHUNKS[1 - chunk], "mooncake"))
     cases += [Case(*row) for row in covering(AXES)]  # type: ignore[arg-type]
-    return cases + [Case(*row) for row in covering(TP_AXES)]  # type: ignore[arg-type]
+    return cases + cases_of_ranks()
 
 
 SUBSET = [
@@ -91,7 +98,7 @@ SUBSET = [
     Case("falcon_h1", 64, None, "colocated"),
     Case("lfm2", 16, 56, "tcp"),
     Case("qwen3", 16, 20, "shm", overlap=1, tp_sizes=(2, 1)),
-    Case("gemma2", 16, 20, "tcp", tp_sizes=(1, 2)),
+    Case("qwen3_next", 16, 20, "tcp", tp_sizes=(1, 2)),
 ]
 
 

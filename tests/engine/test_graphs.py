@@ -159,7 +159,7 @@ def test_all_recorders_of_a_gpu_record_on_one_stream(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: MagicMock())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, pool, stream=None: on(stream))
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, _pool, stream, **_: on(stream))
     monkeypatch.setattr(graphs, "_side_stream", cache(graphs._side_stream.__wrapped__))
     outputs = Outputs(*(torch.zeros(1) for _ in Outputs._fields))
     for recorder in (CudaRecorder(), CudaRecorder()):

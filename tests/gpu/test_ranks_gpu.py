@@ -8,11 +8,11 @@ import torch
 
 from kvcache.layout import KVGroupSpec
 from kvtransfer.copies import CudaCopies
-from kvtransfer.region import DividedRegion
+from kvtransfer.region import SpreadRegion
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.gpu.test_worker_gpu import OUTPUTS, serve
 from tests.support.driver import Driver
-from tests.support.rank_rig import divided_pool, open_ranks
+from tests.support.rank_rig import open_ranks, spread_pool
 
 PAGE, PAGES = 16, 40
 
@@ -30,9 +30,9 @@ def test_two_ranks_on_one_gpu(family: str, drawn: Drawn, device: str) -> None:
 
 def test_pages_of_several_memories_go_to_the_host_and_back(device: str) -> None:
     spec = KVGroupSpec((0, 1, 2), 4, 64, torch.bfloat16)
-    pool = divided_pool(spec, 2, PAGES, PAGE, device)
+    pool = spread_pool(spec, 2, PAGES, PAGE, device)
     first = pool.parts[0].bytes
-    region = DividedRegion(first, copies=CudaCopies(first.device), pool=pool)
+    region = SpreadRegion(first, copies=CudaCopies(first.device), pool=pool)
     for part in pool.parts:
         part.bytes.random_(0, 256)
     pages, places = np.array([3, 1, 7, 30]), np.array([5, 2, 8, 31])

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvcache.divided import DividedKVCache
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache
 from kvcache.quant import KVFormat
 from kvcache.tiers.copier import open_copier
 from kvcache.tiers.host_pool import HostPool
-from tests.support.rank_rig import divided_pool, shared_pool
+from tests.support.rank_rig import shared_pool, spread_pool
 
 PAGE, PAGES = 4, 6
 
@@ -23,13 +23,16 @@ def spec_of(stored: KVFormat = KVFormat.AUTO) -> KVGroupSpec:
 
 def filled(spec: KVGroupSpec, parts: int) -> tuple[MHAKVCache, DividedKVCache]:
     """The same tokens in a whole pool and in one of several parts, each of which was given its heads."""
-    whole, divided = shared_pool(spec, PAGES, PAGE), divided_pool(spec, parts, PAGES, PAGE)
+    whole, divided = shared_pool(spec, PAGES, PAGE), spread_pool(spec, parts, PAGES, PAGE)
+    assert isinstance(whole, MHAKVCache)
+    assert isinstance(divided, DividedKVCache)
     heads = spec.kv_heads // parts
     for layer in spec.layer_ids:
         slots = torch.randperm(PAGES * PAGE)[:17] + PAGE
         k, v = torch.randn(2, len(slots), spec.kv_heads, spec.head_dim)
         whole.set_kv_buffer(layer, slots, k, v)
         for number, part in enumerate(divided.parts):
+            assert isinstance(part, MHAKVCache)
             own = slice(number * heads, (number + 1) * heads)
             part.set_kv_buffer(layer, slots, k[:, own], v[:, own])
     return whole, divided
@@ -56,3 +59,14 @@ def test_pages_go_to_the_host_and_back() -> None:
     assert copier.to_device({"full": np.array([6, 3, 5])}, {"full": there}) == 3 * whole.page_bytes
     assert torch.equal(divided.read(torch.tensor([6, 3, 5])), whole.bytes[device])
     host.close()
+
+
+def test_what_has_no_heads_is_whole_in_each_part() -> None:
+    spec = LatentGroupSpec((0, 1), 24, 8, torch.float32)
+    pool = spread_pool(spec, 3, PAGES, PAGE)
+    assert [part.page_bytes for part in pool.parts] == [pool.page_bytes] * 3 == [spec.page_bytes(PAGE)] * 3
+    pages = torch.randint(0, 256, (2, pool.page_bytes), dtype=torch.uint8)
+    pool.write(torch.tensor([5, 2]), pages)
+    assert torch.equal(pool.read(torch.tensor([5, 2])), pages)
+    for part in pool.parts:
+        assert torch.equal(part.bytes[torch.tensor([5, 2])], pages)

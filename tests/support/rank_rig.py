@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.loader import load_model
-from engine.ranks.pools import own_heads
+from engine.ranks.pools import open_pool, own_part
 from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
 from kvcache.buffers import PoolBuffer, allocate_shared
 from kvcache.device_memory import allocate_exported
-from kvcache.divided import DividedKVCache
-from kvcache.layout import KVGroupSpec
+from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
+from kvcache.layout import GroupSpec, KVGroupSpec, rank_spec
 from kvcache.pool import KVCache, MHAKVCache
 
 TIMEOUT_S = 30.0
@@ -34,15 +33,15 @@ def open_ranks(
     with Ranks(config, [config.device] * size, TIMEOUT_S) as ranks:
         loaded = load_model(config, ranks.group)
         ranks.await_loaded()
-        pools: dict[str, KVCache] = {}
-        for spec in loaded.spec.groups:
-            assert isinstance(spec, KVGroupSpec)
-            if divided:
-                pools[spec.name] = divided_pool(spec, size, num_pages, page_size, config.device)
-            else:
-                pools[spec.name] = shared_pool(spec, num_pages, page_size)
+        one = config.device == "cpu" and not divided
+        pools = {
+            spec.name: shared_pool(spec, num_pages, page_size)
+            if one and isinstance(spec, KVGroupSpec)
+            else spread_pool(spec, size, num_pages, page_size, config.device)
+            for spec in loaded.spec.groups
+        }
         ranks.open_pools(pools)
-        runner = ModelRunner(loaded, own_heads(pools, ranks.group), config, ranks=ranks)
+        runner = ModelRunner(loaded, own_part(pools, ranks.group), config, ranks=ranks)
         try:
             yield runner, ranks
         finally:
@@ -51,18 +50,22 @@ def open_ranks(
                 pool.close()
 
 
-def shared_pool(spec: KVGroupSpec, num_pages: int, page_size: int, device: str = "cpu") -> MHAKVCache:
+def shared_pool(spec: GroupSpec, num_pages: int, page_size: int, device: str = "cpu") -> KVCache:
+    """A pool that another process can map."""
     nbytes = KVCache.bytes_needed(spec, num_pages, page_size)
     buffer: PoolBuffer | None = None
     if nbytes:
         on_gpu = device != "cpu"
         buffer = allocate_exported(torch.device(device), nbytes) if on_gpu else allocate_shared(nbytes)
         assert buffer is not None, "this GPU cannot share memory; the log says why"
-    return MHAKVCache(spec, num_pages, page_size, device, buffer)
+    return open_pool(spec, num_pages, page_size, torch.device(device), buffer)
 
 
-def divided_pool(
-    spec: KVGroupSpec, parts: int, num_pages: int, page_size: int, device: str = "cpu"
-) -> DividedKVCache:
-    part = replace(spec, kv_heads=spec.kv_heads // parts)
-    return DividedKVCache(spec, [shared_pool(part, num_pages, page_size, device) for _ in range(parts)])
+def spread_pool(
+    spec: GroupSpec, parts: int, num_pages: int, page_size: int, device: str = "cpu"
+) -> SpreadKVCache:
+    own = rank_spec(spec, parts)
+    pools = [shared_pool(own, num_pages, page_size, device) for _ in range(parts)]
+    if not isinstance(spec, KVGroupSpec):
+        return ReplicatedKVCache(spec, pools)
+    return DividedKVCache(spec, [pool for pool in pools if isinstance(pool, MHAKVCache)])

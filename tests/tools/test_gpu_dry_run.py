@@ -38,7 +38,7 @@ def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Cal
     assert seen["stored formats"] == (family in STORED)
 
 
-@pytest.mark.parametrize("rank", ["qwen3-wide-rank0", "qwen3-wide-rank1"])
+@pytest.mark.parametrize("rank", ["qwen3-wide-rank0", "deepseek_v3-rank1", "qwen3_next-rank1"])
 def test_no_step_of_a_rank_would_wait_or_break_on_a_gpu(rank: str, tiny: Callable[[str], Path]) -> None:
     seen = dry_run(tiny(rank), group_of(rank))
     assert seen["replays"] >= 4

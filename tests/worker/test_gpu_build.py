@@ -23,7 +23,7 @@ from engine.loader import load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
 from kvcache.divided import DividedKVCache
-from kvcache.layout import pages_in
+from kvcache.layout import pages_in, rank_spec
 from kvcache.memory import Memory
 from tests.support.tiny_models import make_tiny
 from worker.capacity import chosen_config
@@ -171,8 +171,10 @@ def test_of_two_ranks_each_gpu_holds_half_of_every_page(
     """In two processes; what is measured is of one GPU."""
     gpu, watch = FakeGpu(in_use=MIB), Watch(monkeypatch)
     gpu.pools = lambda: watch.pools() // 2
+    monkeypatch.setattr("kvcache.memory.one_memory", lambda devices: False)
     memory = start(make_tiny("qwen3", tmp_path, 0), gpu, gpu_memory_utilization=0.25, tp_size=2)
-    assert memory.num_pages == pages_in(2 * (gpu.total // 4 - BESIDE), memory.specs, 16)
+    own = tuple(rank_spec(spec, 2) for spec in memory.specs)
+    assert memory.num_pages == pages_in(gpu.total // 4 - BESIDE, own, 16)
     (pool,) = memory.kv_caches.values()
     assert isinstance(pool, DividedKVCache)
     assert [part.nbytes for part in pool.parts] == [pool.nbytes // 2] * 2

@@ -26,7 +26,7 @@ from engine.graphs import DecodeLimits
 from engine.loader import LoadedModel, load_model
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.ranks.messages import LoadPart
-from engine.ranks.pools import own_heads
+from engine.ranks.pools import own_part
 from engine.ranks.rank import Rank
 from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec
@@ -35,7 +35,7 @@ from tests.engine.test_not_finite import poison
 from tests.support.driver import Driver, pools_of
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_module
-from tests.support.rank_rig import divided_pool
+from tests.support.rank_rig import spread_pool
 from tests.support.reference import reference_generate
 from tests.support.thread_ranks import ThreadRanks, two_groups
 from tests.support.tiny_models import FAMILIES, make_tiny
@@ -117,11 +117,9 @@ def test_tokens_of_two_ranks_equal_generate(family: str, own: bool, tmp_path: Pa
     groups = two_groups()
     first, second = (load_model(config, group) for group in groups)
     whole = {
-        spec.name: divided_pool(spec, 2, 40, 16)
-        for spec in first.spec.groups
-        if isinstance(spec, KVGroupSpec)
+        spec.name: spread_pool(spec, 2, 40, 16) for spec in first.spec.groups if isinstance(spec, KVGroupSpec)
     }
-    pools = [own_heads(whole, group) for group in groups]
+    pools = [own_part(whole, group) for group in groups]
     for loaded in (first, second):
         fused(loaded)
     rank = Rank(second, pools[1], LoadPart(config, 1, 2), groups[1])

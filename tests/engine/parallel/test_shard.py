@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import read_weights
+from engine.checkpoint.reader import Division, read_weights
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.model_config import read_config
 from engine.parallel.shard import Shard
 from tests.support.quantised_checkpoints import write
-from tests.support.tiny_models import make_tiny
+from tests.support.tiny_models import FAMILIES, make_tiny
 
 
 @dataclass
@@ -38,7 +38,7 @@ class OneOfTwo:
 
 def parts_of(path: Path, rank: int | None) -> dict[str, torch.Tensor]:
     config = read_config(str(path), local=True)
-    shard: Any = {} if rank is None else {"divide": Shard(rank, 2).division}
+    shard: Any = {} if rank is None else {"divide": Shard(rank, 2).divide(config)}
     weights = read_weights(str(path), stored_format(config), torch.float32, local=True, keep=False, **shard)
     return {name: weight[...] for name, weight in weights.items()}
 
@@ -98,4 +98,5 @@ def test_every_rank_and_a_worker_of_one_serve_the_same_model(
     ],
 )
 def test_what_is_divided_and_how(name: str, dim: int | None) -> None:
-    assert Shard(1, 4).division(name) == (None if dim is None else (dim, 1, 4))
+    divide = Shard(1, 4).divide(FAMILIES["qwen2_moe"]())
+    assert divide(name) == (None if dim is None else Division(dim, 1, 4))

@@ -18,15 +18,15 @@ from engine.ranks.ranks import Ranks
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver
 from tests.support.rank_rig import TIMEOUT_S, open_ranks
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
 PAGE, PAGES = 16, 40
-CHOSEN = ("gemma3_text", "qwen2_moe")
+CHOSEN = ("deepseek_v3", "gpt_oss", "qwen3_next")
 """In `make test`. The served oracle has others."""
 
 
 def families() -> list[object]:
-    named = [name for name in FAMILIES if name.removesuffix("_window") in DIVIDED]
+    named = [name for name in (*FAMILIES, *MIXED) if name.removesuffix("_window") in DIVIDED]
     return [
         pytest.param(name, marks=() if name in CHOSEN else pytest.mark.oracle_full) for name in sorted(named)
     ]
@@ -63,7 +63,7 @@ def children() -> set[int]:
     [
         ("llama", 3, "tp_size: num_attention_heads is 4 in config.json; use a number that divides 4"),
         ("llama", 4, "tp_size: num_key_value_heads is 2 in config.json; use a number that divides 2"),
-        ("deepseek_v3", 2, "tp_size: models of type deepseek_v3 are not divided among ranks"),
+        ("lfm2", 2, "tp_size: models of type lfm2 are not divided among ranks"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(family: str, size: int, said: str, tmp_path: Path) -> None:
