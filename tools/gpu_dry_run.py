@@ -30,7 +30,7 @@ from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.ranks.messages import Compute, LoadPart
-from engine.ranks.rank import Rank
+from engine.ranks.rank import ModelPart
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
 from kvcache.divided import DividedKVCache, ReplicatedKVCache
@@ -114,7 +114,7 @@ class DeafRanks:
 class RankEngine:
     """A rank that does not sample, driven as a ModelRunner."""
 
-    def __init__(self, spec: ModelSpec, rank: Rank) -> None:
+    def __init__(self, spec: ModelSpec, rank: ModelPart) -> None:
         self.spec = spec
         self._rank = rank
 
@@ -159,7 +159,7 @@ def dry_run(directory: Path, group: OneOfTwo | None = None) -> dict[str, int]:
             apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, kept))
             recorder = FakeRecorder(device)
             if group is not None and group.rank:
-                rank = Rank(loaded, pools, LoadPart(on_cuda, group.rank, group.size), group)
+                rank = ModelPart(loaded, pools, LoadPart(on_cuda, group.rank, group.size), group)
                 rank.forward.attention = stand_in.flashinfer_layers(loaded, pools)
                 rank.record_decode(LIMITS, recorder)
                 _steps(RankEngine(loaded.spec, rank))

@@ -49,6 +49,27 @@ class GroupedMatrix:
         """Some of its outputs."""
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
 
+    def columns(self, columns: slice) -> GroupedMatrix | None:
+        """Neighbouring inputs; None if they begin or end within a byte, or a group of neighbours."""
+        start, stop, per_byte = columns.start, columns.stop, 8 // self.bits
+        if start % per_byte or (stop % per_byte and stop != self.inputs):
+            return None
+        codes = self.codes[:, start // per_byte : -(-stop // per_byte)]
+        part = replace(self, codes=codes, inputs=stop - start)
+        if self.group_of is not None:
+            return replace(part, group_of=self.group_of[columns])
+        if self.group >= self.inputs:
+            return replace(part, group=stop - start)
+        if start % self.group or (stop % self.group and stop != self.inputs):
+            return None
+        groups = slice(start // self.group, -(-stop // self.group))
+        return replace(part, scales=self.scales[:, groups], zeros=self.zeros[:, groups])
+
+    def owned(self) -> GroupedMatrix:
+        """A copy."""
+        codes, scales, zeros = (each.clone() for each in (self.codes, self.scales, self.zeros))
+        return replace(self, codes=codes, scales=scales, zeros=zeros)
+
     def to(self, device: torch.device) -> GroupedMatrix:
         """The same on a device."""
         group_of = None if self.group_of is None else self.group_of.to(device)

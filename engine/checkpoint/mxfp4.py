@@ -31,6 +31,17 @@ class Mxfp4Matrix:
         """Some of its outputs."""
         return Mxfp4Matrix(self.codes[rows], self.scales[rows])
 
+    def columns(self, columns: slice) -> Mxfp4Matrix | None:
+        """Neighbouring inputs; None if they begin or end within a block."""
+        if columns.start % 32 or columns.stop % 32:
+            return None
+        blocks = slice(columns.start // 32, columns.stop // 32)
+        return Mxfp4Matrix(self.codes[:, blocks], self.scales[:, blocks])
+
+    def owned(self) -> Mxfp4Matrix:
+        """A copy."""
+        return Mxfp4Matrix(self.codes.clone(), self.scales.clone())
+
     def to(self, device: torch.device) -> Mxfp4Matrix:
         """The same on a device."""
         return Mxfp4Matrix(self.codes.to(device), self.scales.to(device))

@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
 from engine.checkpoint.samples import WeightSamples
+from engine.checkpoint.stored import StoredTensor
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _SERVED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -135,12 +136,11 @@ class QuantisedWeight:
         samples: WeightSamples,
         division: Division | AddedOnce | None,
     ) -> None:
-        """A part of one is dequantised."""
         self._name = name
         self._format = form
         self._parts = parts
         self._dtype = dtype
-        self._keep = keep and division is None
+        self._keep = keep
         self._samples = samples
         self._division = division
 
@@ -156,7 +156,8 @@ class QuantisedWeight:
         whole = weight if self._keep else weight.dequantised()
         if self._division is None:
             return whole
-        return self._division.of(whole, whole.shape).clone()  # so that the whole is freed
+        part = self._division.of(whole, whole.shape)
+        return part.owned() if isinstance(part, StoredTensor) else part.clone()  # so that the whole is freed
 
 
 def read_weights(

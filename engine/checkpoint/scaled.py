@@ -31,9 +31,29 @@ class ScaledMatrix:
         return self.numbers.shape[0], self.numbers.shape[1]
 
     def rows(self, rows: slice | torch.Tensor) -> ScaledMatrix:
-        """Some of its outputs, each with scales of its own."""
+        """Some of its outputs, each with scales of its own unless they begin with a block."""
+        if isinstance(rows, slice) and rows.step in (None, 1) and not (rows.start or 0) % self.block[0]:
+            first = (rows.start or 0) // self.block[0]
+            numbers = self.numbers[rows]
+            scales = self.scales[first : first + -(-len(numbers) // self.block[0])]
+            return ScaledMatrix(numbers, scales, self.block)
         each = torch.arange(self.shape[0], device=self.scales.device)[rows] // self.block[0]
         return ScaledMatrix(self.numbers[rows], self.scales[each], (1, self.block[1]))
+
+    def columns(self, columns: slice) -> ScaledMatrix | None:
+        """Neighbouring inputs; None if they begin or end within a block."""
+        inputs, width = self.shape[1], self.block[1]
+        numbers = self.numbers[:, columns]
+        if width >= inputs:
+            return ScaledMatrix(numbers, self.scales, (self.block[0], numbers.shape[1]))
+        if columns.start % width or (columns.stop % width and columns.stop != inputs):
+            return None
+        scales = self.scales[:, columns.start // width : -(-columns.stop // width)]
+        return ScaledMatrix(numbers, scales, self.block)
+
+    def owned(self) -> ScaledMatrix:
+        """A copy."""
+        return ScaledMatrix(self.numbers.clone(), self.scales.clone(), self.block)
 
     def to(self, device: torch.device) -> ScaledMatrix:
         """The same on a device."""

@@ -31,6 +31,14 @@ class StoredMatrix(Protocol):
         """Some of its outputs: of a slice no number is copied, int64 indices gather them."""
         ...
 
+    def columns(self, columns: slice) -> StoredMatrix | None:
+        """Neighbouring inputs, without copying a number. None: they begin or end within a block."""
+        ...
+
+    def owned(self) -> StoredMatrix:
+        """A copy, which keeps no more than its own numbers."""
+        ...
+
     def to(self, device: torch.device) -> StoredMatrix: ...
 
     def dequantise(self, into: torch.Tensor) -> None:
@@ -99,6 +107,10 @@ class StoredTensor(torch.Tensor):
     def contiguous(self, **_: Any) -> torch.Tensor:  # type: ignore[override]
         """Dequantised. Torch's would be this tensor itself, which has no address."""
         return self.dequantised()
+
+    def owned(self) -> StoredTensor:
+        """A copy, so that a whole of which this is a part is freed."""
+        return self._of([[part.owned() for part in rows] for rows in self.matrices])
 
     def numbers_at(self, indices: Sequence[int]) -> torch.Tensor:
         """The numbers at these places of the flat tensor. Of each stored matrix the rows that have them are
@@ -202,19 +214,41 @@ def _transpose(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredT
 def _slice(
     tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> StoredTensor | None:
-    """Some outputs of a matrix."""
-    if tensor.dim() != 2 or dim % 2 != int(tensor.transposed):
+    """Some outputs or inputs of its matrices, or some experts."""
+    dim %= tensor.dim()
+    wanted = slice(*slice(start, end, step).indices(tensor.shape[dim]))
+    if wanted == slice(0, tensor.shape[dim], 1):
+        return _same(tensor)
+    if wanted.start >= wanted.stop:
         return None
-    start, end, step = slice(start, end, step).indices(tensor.shape[dim])
-    found, first, parts = [], 0, tensor.matrices[0]
-    if step != 1 and len(parts) > 1:
+    if dim == tensor.dim() - 3:
+        return tensor._of(tensor.matrices[wanted])
+    if (dim == tensor.dim() - 2) == tensor.transposed:
+        parts = [_inputs(rows, wanted) for rows in tensor.matrices]
+    else:
+        parts = [_outputs(rows, wanted) for rows in tensor.matrices]
+    found = [each for each in parts if each is not None]
+    return tensor._of(found) if len(found) == len(parts) else None
+
+
+def _outputs(parts: Sequence[StoredMatrix], wanted: slice) -> list[StoredMatrix] | None:
+    if wanted.step != 1 and len(parts) > 1:
         return None
+    found, first = [], 0
     for part in parts:
-        own = slice(max(0, start - first), min(part.shape[0], end - first), step)
+        own = slice(max(0, wanted.start - first), min(part.shape[0], wanted.stop - first), wanted.step)
         if own.start < own.stop:
             found.append(part if own == slice(0, part.shape[0], 1) else part.rows(own))
         first += part.shape[0]
-    return tensor._of([found]) if found else None
+    return found
+
+
+def _inputs(parts: Sequence[StoredMatrix], wanted: slice) -> list[StoredMatrix] | None:
+    if wanted.step != 1:
+        return None
+    found = [part.columns(wanted) for part in parts]
+    kept = [each for each in found if each is not None]
+    return kept if len(kept) == len(parts) else None
 
 
 def _split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor] | None:

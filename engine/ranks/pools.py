@@ -30,14 +30,14 @@ def own_part(pools: Mapping[str, KVCache], group: RankGroup) -> dict[str, KVCach
     }
 
 
-class Shown(NamedTuple):
+class SharedPools(NamedTuple):
     """What another rank needs to map its pools: the descriptors follow the message."""
 
     message: OpenPools
     fds: list[int]
 
 
-def show(pools: Mapping[str, KVCache], rank: int) -> Shown:
+def show(pools: Mapping[str, KVCache], rank: int) -> SharedPools:
     """Rank 0's pools for another rank."""
     page_size = max(pool.page_size for pool in pools.values())  # a state's is 1
     fds = []
@@ -47,7 +47,7 @@ def show(pools: Mapping[str, KVCache], rank: int) -> Shown:
             assert fd is not None, "the pools are in memory that can be mapped"
             fds.append(fd)
     own = [name for name, pool in pools.items() if isinstance(pool, SpreadKVCache)]
-    return Shown(OpenPools({name: pool.num_pages for name, pool in pools.items()}, page_size, own), fds)
+    return SharedPools(OpenPools({name: pool.num_pages for name, pool in pools.items()}, page_size, own), fds)
 
 
 def map_pools(

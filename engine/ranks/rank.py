@@ -1,4 +1,4 @@
-"""Rank: a part of a model, its heads of the pages and its recorded steps; the process of a rank."""
+"""ModelPart: what a rank other than 0 computes with; serve(): what its process does."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvcache.buffers import SharedBuffer
 from kvcache.pool import KVCache
 
 
-class Computed(NamedTuple):
+class PartOutputs(NamedTuple):
     """What a recorded step leaves in a rank that does not sample."""
 
     hidden: torch.Tensor  # [S, hidden]
 
 
-class Rank:
+class ModelPart:
     """A rank other than 0: computes what rank 0 computes, at the same time, with its own part."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Rank:
     ) -> None:
         self.forward = ModelForward(loaded, pools, load.config)
         self._group = group
-        self._graphs: DecodeGraphs[Computed] | None = None
+        self._graphs: DecodeGraphs[PartOutputs] | None = None
 
     def record_decode(self, limits: DecodeLimits, recorder: Recorder) -> None:
         """As ModelRunner.record_decode, at the same time."""
@@ -66,9 +66,9 @@ class Rank:
             self._group.share(ids)
             forward.of_batch(batch, ids)
 
-    def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Computed:
+    def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> PartOutputs:
         self._group.share(inputs.input_ids)
-        return Computed(self.forward.of_inputs(inputs.input_ids, inputs.positions, layers, states))
+        return PartOutputs(self.forward.of_inputs(inputs.input_ids, inputs.positions, layers, states))
 
 
 def serve(orders: RankSocket) -> NoReturn:
@@ -78,7 +78,7 @@ def serve(orders: RankSocket) -> NoReturn:
     group = _meet(load, orders)
     loaded = load_model(load.config, group)
     orders.send(Ready())
-    rank: Rank | None = None
+    rank: ModelPart | None = None
     while True:
         order = orders.order()
         if isinstance(order, Compute):
@@ -87,7 +87,7 @@ def serve(orders: RankSocket) -> NoReturn:
             continue
         if isinstance(order, OpenPools):
             device = torch.device(load.config.device)
-            rank = Rank(loaded, map_pools(order, loaded.spec.groups, group, device, orders), load, group)
+            rank = ModelPart(loaded, map_pools(order, loaded.spec.groups, group, device, orders), load, group)
         elif isinstance(order, RecordDecode):
             assert rank is not None, "no pools are open"
             limits = DecodeLimits(order.sequences, order.context_pages, order.rows)

@@ -12,7 +12,7 @@ from engine.batch import ForwardBatch
 from engine.graphs import DecodeLimits
 from engine.parallel.group import RankGroup, SharedMemoryGroup, allocate_memory
 from engine.ranks.messages import Compute
-from engine.ranks.rank import Rank
+from engine.ranks.rank import ModelPart
 from tests.support.eager_recorder import EagerRecorder
 
 WAIT_S = 30.0
@@ -29,7 +29,7 @@ def two_groups() -> tuple[RankGroup, RankGroup]:
 class ThreadRanks:
     """What a ModelRunner needs of Ranks. Rank 1 computes on a thread, in the order in which it is told to."""
 
-    def __init__(self, group: RankGroup, rank: Rank) -> None:
+    def __init__(self, group: RankGroup, rank: ModelPart) -> None:
         self.group = group
         self.recorder = EagerRecorder()
         self.computed = 0

@@ -69,9 +69,15 @@ VIEWS = {
         lambda x: x[1::3],
         lambda x: x[1:5],
         lambda x: x[:, :32],
+        lambda x: x[:, 32:],
+        lambda x: x[4:],
+        lambda x: x[:, 2:8],
         lambda x: torch.stack([x, x]),
     ],
-    3: [lambda x: x[0], lambda x: x[-1], lambda x: x[:, :2], lambda x: x[1:]],
+    3: [
+        *(lambda x: x[0], lambda x: x[-1], lambda x: x[:, :2], lambda x: x[1:]),
+        *(lambda x: x[:, 4:], lambda x: x[:, :, 32:], lambda x: x[..., :2]),
+    ],
 }
 """By the number of dimensions."""
 BOTH = [lambda x: x.transpose(-1, -2), lambda x: x.detach(), lambda x: torch.cat([x, x], dim=-2)]
@@ -176,3 +182,39 @@ def test_parameters_that_no_kernel_takes_are_dequantised():
 
 def test_it_says_what_it_is_without_its_numbers():
     assert repr(TENSORS["experts"]) == "StoredTensor((3, 6, 64), torch.bfloat16)"
+
+
+@some
+def test_halves_of_outputs_and_inputs_stay_stored_and_keep_no_more_than_their_numbers(stored):
+    dense = stored.dequantised()
+    for dim in (-2, -1):
+        count = stored.shape[dim] // 2
+        for half in stored.split(count, dim):
+            assert isinstance(half, StoredTensor)
+        last = half.owned()
+        assert last.dequantised().equal(dense.split(count, dim)[-1])
+        for part in (part for rows in last.matrices for part in rows):
+            numbers = part.numbers if isinstance(part, ScaledMatrix) else part.codes
+            assert numbers.untyped_storage().nbytes() == numbers.nbytes
+
+
+def test_inputs_that_cut_a_block_or_a_byte_are_dequantised():
+    for whole, cut in (
+        (tensor(fp8()), 16),
+        (tensor(mxfp4()), 16),
+        (tensor(int4()), 16),
+        (tensor(int4()), 31),
+    ):
+        part = whole[:, :cut]
+        assert type(part) is torch.Tensor
+        assert part.equal(whole.dequantised()[:, :cut])
+    assert isinstance(tensor(int4(shuffled=True))[:, 2:8], StoredTensor), "each input has its own group"
+
+
+def test_inputs_up_to_a_block_that_is_cut_off_keep_its_scale():
+    torch.manual_seed(0)
+    numbers = torch.randn(6, 80).to(torch.float8_e4m3fn)
+    whole = tensor(ScaledMatrix(numbers, torch.rand(2, 3), (4, 32)))
+    part = whole[:, 32:]
+    assert isinstance(part, StoredTensor)
+    assert part.dequantised().equal(whole.dequantised()[:, 32:])

@@ -27,7 +27,7 @@ from engine.loader import LoadedModel, load_model
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.ranks.messages import LoadPart
 from engine.ranks.pools import own_part
-from engine.ranks.rank import Rank
+from engine.ranks.rank import ModelPart
 from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec
 from tests.engine.conftest import PROMPTS
@@ -122,7 +122,7 @@ def test_tokens_of_two_ranks_equal_generate(family: str, own: bool, tmp_path: Pa
     pools = [own_part(whole, group) for group in groups]
     for loaded in (first, second):
         fused(loaded)
-    rank = Rank(second, pools[1], LoadPart(config, 1, 2), groups[1])
+    rank = ModelPart(second, pools[1], LoadPart(config, 1, 2), groups[1])
     rank.forward.attention = flashinfer_layers(second, pools[1])
     ranks = ThreadRanks(groups[0], rank)
     runner = ModelRunner(first, pools[0], config, ranks=ranks)

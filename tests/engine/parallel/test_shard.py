@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import Division, read_weights
+from engine.checkpoint.reader import AddedOnce, Division, read_weights
 from engine.config import EngineConfig
+from engine.families.dense import head_dim
 from engine.loader import load_model
 from engine.model_config import read_config
 from engine.parallel.shard import Shard
 from tests.support.quantised_checkpoints import write
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
 
 @dataclass
@@ -100,3 +101,25 @@ def test_every_rank_and_a_worker_of_one_serve_the_same_model(
 def test_what_is_divided_and_how(name: str, dim: int | None) -> None:
     divide = Shard(1, 4).divide(FAMILIES["qwen2_moe"]())
     assert divide(name) == (None if dim is None else Division(dim, 1, 4))
+
+
+def test_what_is_divided_otherwise() -> None:
+    gpt_oss = Shard(1, 2).divide(MIXED["gpt_oss"]())
+    assert gpt_oss("model.layers.0.self_attn.sinks") == Division(0, 1, 2)
+    assert gpt_oss("model.layers.0.mlp.experts.gate_up_proj") == Division(2, 1, 2)
+    assert gpt_oss("model.layers.0.mlp.experts.down_proj_bias") == AddedOnce(1)
+    config = FAMILIES["phi3"]()
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    assert Shard(1, 2).divide(config)("model.layers.0.self_attn.qkv_proj.weight") == Division(
+        0, 1, 2, (heads * dim, kv_heads * dim, kv_heads * dim)
+    )
+
+
+def test_parts_of_several_segments_and_of_what_is_added_once() -> None:
+    whole = torch.arange(24).view(12, 2)
+    second = Division(0, 1, 2, (4, 2, 6)).of(whole, whole.shape)
+    assert second[:, 0].tolist() == [4, 6, 10, 18, 20, 22]
+    with pytest.raises(ValueError, match="4 is not divided by 3"):
+        Division(0, 1, 3, (6, 4, 2)).of(whole, whole.shape)
+    assert torch.equal(AddedOnce(0).of(whole, whole.shape), whole)
+    assert not AddedOnce(1).of(whole, whole.shape).any()

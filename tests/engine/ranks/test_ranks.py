@@ -7,7 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
@@ -16,7 +19,9 @@ from engine.loader import check_divisible
 from engine.parallel.shard import FAMILIES as DIVIDED
 from engine.ranks.ranks import Ranks
 from tests.engine.conftest import PROMPTS, Drawn
+from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.driver import Driver
+from tests.support.quantised_checkpoints import write
 from tests.support.rank_rig import TIMEOUT_S, open_ranks
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
@@ -48,6 +53,28 @@ def check_tokens(path: Path, expected: list[list[int]], **options: Any) -> None:
         lanes = [driver.add(prompt) for prompt in PROMPTS]
         driver.generate(lanes, 64, chunk=7, stagger=9)
     assert [lane.outputs for lane in lanes] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3", "fp8_wide"), pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.oracle_full)],
+)
+def test_weights_stay_stored_in_parts_of_them(family: str, form: str, tmp_path: Path) -> None:
+    """Logits in bfloat16 are about as far from transformers' in float32, with the dequantised weights, as those of
+    one rank. (gpt-oss chooses other experts near a tie.)"""
+    stored, exact = write(family, tmp_path, 0, form)
+    ids = np.random.default_rng(2).integers(0, 256, 120)
+    model = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(torch.from_numpy(ids)[None]).logits[0]
+    with open_ranks(stored, 2, PAGE, PAGES, dtype="bfloat16", attention="auto") as (runner, _):
+        assert runner.kept_formats == (form.removesuffix("_wide"),)
+        driver = Driver(runner, PAGES, PAGE)
+        batch = driver.batch([(driver.add(ids.tolist()), len(ids))])
+        with torch.inference_mode():
+            got = runner.logits(batch, np.arange(len(ids))).float()
+    one_rank = logits(stored, ids.tolist(), "auto")
+    assert share(got, want) <= 1.5 * share(one_rank, want)
 
 
 def children() -> set[int]:
