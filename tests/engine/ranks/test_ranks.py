@@ -60,8 +60,8 @@ def check_tokens(path: Path, expected: list[list[int]], **options: Any) -> None:
     [("qwen3", "fp8_wide"), pytest.param("gpt_oss", "mxfp4", marks=pytest.mark.oracle_full)],
 )
 def test_weights_stay_stored_in_parts_of_them(family: str, form: str, tmp_path: Path) -> None:
-    """Logits in bfloat16 are about as far from transformers' in float32 as those of one rank. (gpt-oss chooses
-    other experts near a tie.)"""
+    """Logits in bfloat16 are about as far from transformers' in float32 as those of one rank: gpt-oss chooses
+    other experts near a tie."""
     stored, exact = write(family, tmp_path, 0, form)
     ids = np.random.default_rng(2).integers(0, 256, 120)
     model = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
