@@ -136,13 +136,7 @@ class ModelRunner:
         """Put the forward on the device. Nothing waits for the device."""
         recording = self._last_tokens.placeholders_on_failure(batch)
         forward = self.forward
-        with (
-            torch.inference_mode(),
-            forward.current_device(),
-            forward.threads_for(batch),
-            recording,
-            self._all_ranks_or_none(),
-        ):
+        with torch.inference_mode(), forward.current_device(), forward.threads_for(batch), recording:
             replayed = self._replayed(batch)
             if replayed is None:
                 return self._sampled(batch, *self._computed(batch))
@@ -200,13 +194,16 @@ class ModelRunner:
         return upload(array, self._device)
 
     @contextmanager
-    def _all_ranks_or_none(self) -> Iterator[None]:
-        """A forward that fails on one of several ranks leaves the others waiting for it."""
+    def _all_ranks_or_none(self, batch: ForwardBatch) -> Iterator[None]:
+        """Around this rank's part of a forward, which the others are told to compute. One that fails on one
+        of several ranks leaves the others waiting for it: nothing can be computed any more."""
+        if self._ranks is None:
+            yield
+            return
+        self._ranks.compute(batch)
         try:
             yield
         except Exception as error:
-            if self._ranks is None:
-                raise
             raise DeviceLost(f"the ranks are out of step: {type(error).__name__}: {error}") from error
 
     def _replayed(self, batch: ForwardBatch) -> Replayed[Outputs] | None:
@@ -214,9 +211,8 @@ class ModelRunner:
         if self._graphs is None or not self._graphs.computes(batch):
             return None
         self._last_tokens.check(batch)
-        if self._ranks is not None:
-            self._ranks.compute(batch)
-        return self._graphs.run(batch)
+        with self._all_ranks_or_none(batch):
+            return self._graphs.run(batch)
 
     def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(hidden [T, hidden], logits of the sampled sequences [N, vocab], their output positions [N])"""
@@ -254,10 +250,10 @@ class ModelRunner:
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
         input_ids = self._last_tokens.resolve(batch)
-        if self._ranks is not None:
-            self._ranks.compute(batch)
-            self._ranks.group.share(input_ids)
-        return self.forward.of_batch(batch, input_ids)
+        with self._all_ranks_or_none(batch):
+            if self._ranks is not None:
+                self._ranks.group.share(input_ids)
+            return self.forward.of_batch(batch, input_ids)
 
 
 def _failures(

@@ -80,7 +80,7 @@ class Ranks:
 
     def _start(self, order: LoadPart, fds: Sequence[int] = ()) -> None:
         self._others.append(_Rank(order.rank))
-        self._others[-1].tell(order, fds)
+        self._others[-1].ask(order, fds)
 
     def await_loaded(self) -> None:
         """Wait until every rank has its part of the model. Raises ConfigError if one cannot load it."""
@@ -89,12 +89,12 @@ class Ranks:
     def open_pools(self, pools: Mapping[str, KVCache]) -> None:
         """Show them the pages. Raises ConfigError if one cannot use them."""
         for rank in self._others:
-            rank.tell(*show(pools, rank.number))
+            rank.ask(*show(pools, rank.number))
         self._answers(_POOLS_S)
 
     def record_decode(self, limits: DecodeLimits) -> None:
         """Have them record decode steps. This rank must record them next, and then wait for the others."""
-        self._tell(RecordDecode(limits.sequences, limits.context_pages, limits.rows))
+        self._ask(RecordDecode(limits.sequences, limits.context_pages, limits.rows))
 
     def await_recorded(self) -> None:
         """Wait until all have. Raises ConfigError if one cannot."""
@@ -102,13 +102,15 @@ class Ranks:
 
     def give_back(self) -> None:
         """Have them give their GPUs what they do not use. Pools must be opened again after it."""
-        self._tell(GiveBack())
+        self._ask(GiveBack())
         self._answers(_POOLS_S)
 
     def compute(self, batch: ForwardBatch) -> None:
         """Have them compute the batch. This rank must compute it next, and share its input ids before that;
-        in a recorded step the record does."""
-        self._tell(Compute.of(batch))
+        in a recorded step the record does. Raises DeviceLost if one has ended."""
+        order = Compute.of(batch)
+        for rank in self._others:
+            rank.tell(order)
 
     def check(self) -> None:
         """Raises DeviceLost if one has ended. From any thread."""
@@ -130,9 +132,9 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, order: Order) -> None:
+    def _ask(self, order: Order) -> None:
         for rank in self._others:
-            rank.tell(order)
+            rank.ask(order)
 
     def _answers(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -150,17 +152,22 @@ class _Rank:
             self.process = subprocess.Popen(  # noqa: S603  our own module
                 [sys.executable, "-m", "engine.ranks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
+                stdout=2,  # stderr: stdout has the worker's ready line
                 pass_fds=[theirs.fileno()],
             )
         self.socket = RankSocket(ours)
 
-    def tell(self, order: Order, fds: Sequence[int] = ()) -> None:
+    def tell(self, order: Compute) -> None:
         try:
             self.socket.send(order)
-            self.socket.send_fds(list(fds))
         except OSError as error:
             raise DeviceLost(f"rank {self.number} has ended") from error
+
+    def ask(self, order: Order, fds: Sequence[int] = ()) -> None:
+        """What follows is `await_answer`, which says why a rank has ended."""
+        with suppress(OSError):
+            self.socket.send(order)
+            self.socket.send_fds(list(fds))
 
     def await_answer(self, deadline: float) -> None:
         try:

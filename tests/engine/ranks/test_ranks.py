@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
-from engine.loader import check_divisible
+from engine.loader import check_divisible, load_model
 from engine.parallel.shard import FAMILIES as DIVIDED
 from engine.ranks.ranks import Ranks
+from engine.runner import ModelRunner
+from kvcache.layout import KVGroupSpec
+from kvcache.pool import MHAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.driver import Driver
@@ -110,6 +113,22 @@ def test_a_rank_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
     assert children() == before, "no rank stays"
 
 
+def test_a_rank_that_ends_while_a_worker_starts_is_an_error_of_its_configuration(drawn: Drawn) -> None:
+    path, _ = drawn("qwen2")
+    before = children()
+    with Ranks(EngineConfig(str(path)), ["cpu"] * 2, TIMEOUT_S) as ranks:
+        ranks.await_loaded()
+        end(children() - before)
+        with pytest.raises(ConfigError, match="tp_size: rank 1 has ended"):
+            ranks.give_back()
+
+
+def end(ranks: set[int]) -> None:
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+        os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+
+
 def test_a_rank_that_is_killed_is_noticed_and_no_forward_hangs(drawn: Drawn) -> None:
     path, _ = drawn("qwen2")
     before = children()
@@ -118,9 +137,7 @@ def test_a_rank_that_is_killed_is_noticed_and_no_forward_hangs(drawn: Drawn) -> 
         lane = driver.add(PROMPTS[0])
         driver.step([(lane, lane.prompt_len)])
         runner.check()
-        (rank,) = children() - before
-        os.kill(rank, signal.SIGKILL)
-        os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+        end(children() - before)
         with pytest.raises(DeviceLost):
             driver.step([(lane, 1)])
         with pytest.raises(DeviceLost, match=r"rank 1 has ended, with status -9"):
@@ -137,3 +154,26 @@ def test_a_forward_that_fails_on_rank_0_leaves_no_rank_waiting(drawn: Drawn) -> 
         with pytest.raises(DeviceLost, match="IndexError"):
             driver.step([(driver.add([10_000]), 1)])  # past the embedding
     assert children() == before
+
+
+def test_a_quantised_pool_in_parts_says_the_same(tmp_path: Path) -> None:
+    path = make_tiny("qwen3", tmp_path, 3)
+    ids = np.random.default_rng(0).integers(0, 256, 100).tolist()
+    config = EngineConfig(str(path), "float32", kv_cache_dtype="fp4_e2m1", overlap=False)
+    loaded = load_model(config)
+    (spec,) = loaded.spec.groups
+    assert isinstance(spec, KVGroupSpec)
+    one_rank = in_chunks(ModelRunner(loaded, {"full": MHAKVCache(spec, PAGES, PAGE)}, config), ids)
+    with open_ranks(path, 2, PAGE, PAGES, divided=True, kv_cache_dtype="fp4_e2m1") as (runner, _):
+        torch.testing.assert_close(in_chunks(runner, ids), one_rank, atol=1e-4, rtol=0)
+
+
+def in_chunks(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
+    """Logits [len(ids), vocab]: all but the first chunk attend to what was stored."""
+    driver, parts = Driver(runner, PAGES, PAGE), []
+    lane = driver.add(ids)
+    while lane.done < len(ids):
+        batch = driver.batch([(lane, 20)])
+        with torch.inference_mode():
+            parts.append(runner.logits(batch, np.arange(20)))
+    return torch.cat(parts)
