@@ -32,14 +32,13 @@ _OF_ACTIVATIONS = ("input_zero_point", "output_zero_point")
 
 
 class Division(NamedTuple):
-    """Which part of a weight a rank reads: one of `size` equal ones along a dimension."""
+    """Which part of a weight a rank reads: one of `size` equal ones along a dimension, or of each of its
+    `segments`, whose lengths these are."""
 
     dim: int
     rank: int
     size: int
-    segments: tuple[
-        int, ...
-    ] = ()  # lengths along it, of each of which the rank has a part; none: one segment
+    segments: tuple[int, ...] = ()
 
     def of(self, stored: Sliceable, shape: Sequence[int]) -> torch.Tensor:
         """The part of a tensor. Raises ValueError if it has no such parts."""

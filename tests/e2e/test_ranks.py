@@ -15,16 +15,11 @@ import pytest
 from tests.e2e.test_failures import ROUTER, take, wait_until_busy
 from tests.harness.local_stack import stack, wait_for_workers
 from tests.harness.processes import Child
+from tests.support.children import children_of
 from tests.support.reference import draw_model
 
 OUTPUT_TOKENS = 400
 OPTIONS = {"dtype": "float32", "threads": 1, "max_total_tokens": 4096}
-
-
-def ranks_of(worker: Child) -> list[int]:
-    """The processes that a worker has started."""
-    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
 def kill_rank(worker: Child, rank: int) -> None:
@@ -50,7 +45,7 @@ def test_a_worker_dies_with_its_ranks_and_its_streams_go_on(
         with ThreadPoolExecutor(len(prompts)) as pool:
             futures = [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in prompts]
             victim = take(running.decode, wait_until_busy(running, rooms=1))
-            (rank,) = ranks_of(victim)
+            (rank,) = children_of(victim.process.pid)
             kill(victim, rank)
             found = [future.result(60.0)["output_ids"] for future in futures]
         assert found == answers

@@ -23,6 +23,7 @@ from kvcache.layout import KVGroupSpec
 from kvcache.pool import MHAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.cpu.test_int8_weights import logits, share
+from tests.support.children import children_of
 from tests.support.driver import Driver
 from tests.support.quantised_checkpoints import write
 from tests.support.rank_rig import TIMEOUT_S, open_ranks
@@ -80,14 +81,6 @@ def test_weights_stay_stored_in_parts_of_them(family: str, form: str, tmp_path: 
     assert share(got, want) <= 1.5 * share(one_rank, want)
 
 
-def children() -> set[int]:
-    """The processes that this one has started and not ended."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
-
-
 @pytest.mark.parametrize(
     ("family", "size", "said"),
     [
@@ -104,21 +97,21 @@ def test_a_model_that_cannot_be_divided_is_refused(family: str, size: int, said:
 
 
 def test_a_rank_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
-    before = children()
+    before = children_of("self")
     path = make_tiny("llama", tmp_path, 0)
     (path / "model.safetensors").write_bytes(b"no weights")
     ranks = Ranks(EngineConfig(str(path)), ["cpu"] * 2, TIMEOUT_S)
     with pytest.raises(ConfigError, match=r"model: .* cannot be loaded"), ranks:
         ranks.await_loaded()
-    assert children() == before, "no rank stays"
+    assert children_of("self") == before, "no rank stays"
 
 
 def test_a_rank_that_ends_while_a_worker_starts_is_an_error_of_its_configuration(drawn: Drawn) -> None:
     path, _ = drawn("qwen2")
-    before = children()
+    before = children_of("self")
     with Ranks(EngineConfig(str(path)), ["cpu"] * 2, TIMEOUT_S) as ranks:
         ranks.await_loaded()
-        end(children() - before)
+        end(children_of("self") - before)
         with pytest.raises(ConfigError, match="tp_size: rank 1 has ended"):
             ranks.give_back()
 
@@ -131,29 +124,29 @@ def end(ranks: set[int]) -> None:
 
 def test_a_rank_that_is_killed_is_noticed_and_no_forward_hangs(drawn: Drawn) -> None:
     path, _ = drawn("qwen2")
-    before = children()
+    before = children_of("self")
     with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
         driver = Driver(runner, PAGES, PAGE)
         lane = driver.add(PROMPTS[0])
         driver.step([(lane, lane.prompt_len)])
         runner.check()
-        end(children() - before)
+        end(children_of("self") - before)
         with pytest.raises(DeviceLost):
             driver.step([(lane, 1)])
         with pytest.raises(DeviceLost, match=r"rank 1 has ended, with status -9"):
             runner.check()
-    assert children() == before
+    assert children_of("self") == before
 
 
 def test_a_forward_that_fails_on_rank_0_leaves_no_rank_waiting(drawn: Drawn) -> None:
     """Its error is no EngineError of one batch: the other ranks have computed something else."""
     path, _ = drawn("qwen2")
-    before = children()
+    before = children_of("self")
     with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
         driver = Driver(runner, PAGES, PAGE)
         with pytest.raises(DeviceLost, match="IndexError"):
             driver.step([(driver.add([10_000]), 1)])  # past the embedding
-    assert children() == before
+    assert children_of("self") == before
 
 
 def test_a_quantised_pool_in_parts_says_the_same(tmp_path: Path) -> None:
