@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache.layout import GroupSpec, KVGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec, rank_heads
 from kvcache.pool import KVCache, MHAKVCache
 
 
@@ -61,11 +61,15 @@ class SpreadKVCache(KVCache):
 
 
 class DividedKVCache(SpreadKVCache):
-    """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0."""
+    """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0. Of fewer
+    heads than parts, each is in several parts that follow one another."""
 
     def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
-        assert spec.kv_heads == len(parts) * parts[0].spec.kv_heads, "the parts have all heads"
+        own = parts[0].spec.kv_heads
+        assert own == rank_heads(spec.kv_heads, len(parts)), "the parts have all heads"
         super().__init__(spec, parts)
+        self._ranges = spec.kv_heads // own
+        self._copies = len(parts) // self._ranges  # of each range
         self._blocks = 2 * len(spec.layer_ids)  # of a page: K and V of each layer, heads after heads
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
@@ -73,12 +77,12 @@ class DividedKVCache(SpreadKVCache):
             part.bytes.index_select(0, ids.to(part.device, non_blocking=True))
             .view(len(ids), self._blocks, -1)
             .to(self.device, non_blocking=True)
-            for part in self.parts
+            for part in self.parts[:: self._copies]
         ]
         return torch.stack(pieces, dim=2).view(len(ids), self.page_bytes)
 
     def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
-        return pages.view(len(pages), self._blocks, len(self.parts), -1)[:, :, number]
+        return pages.view(len(pages), self._blocks, self._ranges, -1)[:, :, number // self._copies]
 
 
 class ReplicatedKVCache(SpreadKVCache):

@@ -247,7 +247,16 @@ def stored_as(groups: tuple[GroupSpec, ...], stored: KVFormat) -> tuple[GroupSpe
 
 def rank_spec(spec: GroupSpec, ranks: int) -> GroupSpec:
     """What one of several ranks has of a group: its share of the heads, or all of what has none."""
-    return replace(spec, kv_heads=spec.kv_heads // ranks) if isinstance(spec, KVGroupSpec) else spec
+    if not isinstance(spec, KVGroupSpec):
+        return spec
+    return replace(spec, kv_heads=rank_heads(spec.kv_heads, ranks))
+
+
+def rank_heads(kv_heads: int, ranks: int) -> int:
+    """The KV heads of one of several ranks. Of fewer heads than ranks, each belongs to several ranks that
+    follow one another."""
+    assert kv_heads % ranks == 0 or ranks % kv_heads == 0, "heads are not cut"
+    return max(1, kv_heads // ranks)
 
 
 def pages_in(

@@ -4,7 +4,8 @@ Heads and the inner width of MLPs are divided among the ranks, as in Megatron-LM
 projections into them by outputs, those out of them by inputs. So a part is the same model with fewer heads
 and narrower MLPs. What its attention and its MLPs return are summands, and a sum over the ranks follows each
 (engine/parallel/sums.py). The rest is whole in every rank: embedding, norms, routers of mixtures, projections
-into and out of latents, and layers of linear attention or Mamba, which every rank computes.
+into and out of latents, and layers of linear attention or Mamba, which every rank computes. Of fewer KV heads
+than ranks, each belongs to several ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ _OF_TYPE: Mapping[str, Dimensions] = {
 
 FAMILIES = tuple(sorted(_OF_TYPE))
 
+_KV_HEADS = "num_key_value_heads"
+_OF_KV_HEADS = ("k_proj.", "v_proj.")
 _DIVIDED = (
-    *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("num_attention_heads", _KV_HEADS, "intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Keys of config.json of which each rank has its share."""
@@ -95,6 +98,9 @@ class Shard:
             whole = getattr(config, key, None)
             if whole is None:
                 continue
+            if key == _KV_HEADS and self.size % whole == 0 and config.model_type not in _SEGMENTS:
+                setattr(part, key, 1)
+                continue
             if whole % self.size:
                 raise ConfigError(
                     "tp_size", f"{key} is {whole} in config.json", f"use a number that divides {whole}"
@@ -106,6 +112,7 @@ class Shard:
         """Which part of each of a checkpoint's weights belongs to this one. `config` is of the whole."""
         dimensions = {**_COMMON, **_OF_TYPE[config.model_type]}
         segments = _SEGMENTS[config.model_type](config) if config.model_type in _SEGMENTS else {}
+        kv_heads: int = config.num_key_value_heads
 
         def part(name: str) -> Division | AddedOnce | None:
             own = ".".join(name.split(".")[-2:])
@@ -114,6 +121,8 @@ class Shard:
                 return None
             if dim == _ONCE:
                 return AddedOnce(self.rank)
+            if own.startswith(_OF_KV_HEADS) and kv_heads < self.size:
+                return Division(dim, self.rank * kv_heads // self.size, kv_heads)
             return Division(dim, self.rank, self.size, segments.get(own, ()))
 
         return part

@@ -18,7 +18,7 @@ from engine.ranks.messages import OpenPools, RankSocket
 from kvcache.buffers import PoolBuffer, SharedBuffer
 from kvcache.device_memory import DeviceError, device_memory
 from kvcache.divided import SpreadKVCache
-from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_spec
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_heads, rank_spec
 from kvcache.pool import HeadsOfKVCache, KVCache, MambaPool, MHAKVCache, MLAKVCache
 
 
@@ -98,5 +98,5 @@ def _mapped(fd: int, nbytes: int, device: torch.device) -> PoolBuffer:
 
 def _heads(pool: KVCache, group: RankGroup) -> KVCache:
     assert isinstance(pool, MHAKVCache), "only keys and values have heads"
-    count = pool.spec.kv_heads // group.size
-    return HeadsOfKVCache(pool, range(count * group.rank, count * (group.rank + 1)))
+    first = pool.spec.kv_heads * group.rank // group.size
+    return HeadsOfKVCache(pool, range(first, first + rank_heads(pool.spec.kv_heads, group.size)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcache.divided import DividedKVCache
-from kvcache.layout import KVGroupSpec, LatentGroupSpec
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, rank_heads
 from kvcache.pool import MHAKVCache
 from kvcache.quant import KVFormat
 from kvcache.tiers.copier import open_copier
@@ -26,20 +26,20 @@ def filled(spec: KVGroupSpec, parts: int) -> tuple[MHAKVCache, DividedKVCache]:
     whole, divided = shared_pool(spec, PAGES, PAGE), spread_pool(spec, parts, PAGES, PAGE)
     assert isinstance(whole, MHAKVCache)
     assert isinstance(divided, DividedKVCache)
-    heads = spec.kv_heads // parts
     for layer in spec.layer_ids:
         slots = torch.randperm(PAGES * PAGE)[:17] + PAGE
         k, v = torch.randn(2, len(slots), spec.kv_heads, spec.head_dim)
         whole.set_kv_buffer(layer, slots, k, v)
         for number, part in enumerate(divided.parts):
             assert isinstance(part, MHAKVCache)
-            own = slice(number * heads, (number + 1) * heads)
+            first = spec.kv_heads * number // parts
+            own = slice(first, first + rank_heads(spec.kv_heads, parts))
             part.set_kv_buffer(layer, slots, k[:, own], v[:, own])
     return whole, divided
 
 
 @pytest.mark.parametrize("stored", KVFormat)
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_pages_are_read_and_written_as_whole_ones(parts: int, stored: KVFormat) -> None:
     whole, divided = filled(spec_of(stored), parts)
     assert divided.page_bytes == whole.page_bytes

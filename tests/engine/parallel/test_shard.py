@@ -99,8 +99,8 @@ def test_every_rank_and_a_worker_of_one_serve_the_same_model(
     ],
 )
 def test_what_is_divided_and_how(name: str, dim: int | None) -> None:
-    divide = Shard(1, 4).divide(FAMILIES["qwen2_moe"]())
-    assert divide(name) == (None if dim is None else Division(dim, 1, 4))
+    divide = Shard(1, 2).divide(FAMILIES["qwen2_moe"]())
+    assert divide(name) == (None if dim is None else Division(dim, 1, 2))
 
 
 def test_what_is_divided_otherwise() -> None:
@@ -113,6 +113,17 @@ def test_what_is_divided_otherwise() -> None:
     assert Shard(1, 2).divide(config)("model.layers.0.self_attn.qkv_proj.weight") == Division(
         0, 1, 2, (heads * dim, kv_heads * dim, kv_heads * dim)
     )
+
+
+def test_fewer_kv_heads_than_ranks_are_each_in_several_parts() -> None:
+    config = FAMILIES["qwen2"]()
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    parts = [Shard(rank, 4).config(config) for rank in range(4)]
+    assert {(part.num_attention_heads, part.num_key_value_heads) for part in parts} == {(1, 1)}
+    divided = [Shard(rank, 4).divide(config) for rank in range(4)]
+    for name in ("k_proj.weight", "v_proj.bias"):
+        found = [divide(f"model.layers.0.self_attn.{name}") for divide in divided]
+        assert found == [Division(0, rank, 2) for rank in (0, 0, 1, 1)]
 
 
 def test_parts_of_several_segments_and_of_what_is_added_once() -> None:

@@ -51,8 +51,14 @@ def test_tokens_equal_generate_however_they_are_computed(options: dict[str, Any]
     check_tokens(*drawn("gemma3_text"), **options)
 
 
-def check_tokens(path: Path, expected: list[list[int]], **options: Any) -> None:
-    with open_ranks(path, 2, PAGE, PAGES, **options) as (runner, _):
+@pytest.mark.parametrize("divided", [False, True])
+def test_fewer_kv_heads_than_ranks(divided: bool, drawn: Drawn) -> None:
+    """Each of the two belongs to two of the ranks."""
+    check_tokens(*drawn("qwen2"), size=4, divided=divided)
+
+
+def check_tokens(path: Path, expected: list[list[int]], size: int = 2, **options: Any) -> None:
+    with open_ranks(path, size, PAGE, PAGES, **options) as (runner, _):
         driver = Driver(runner, PAGES, PAGE)
         lanes = [driver.add(prompt) for prompt in PROMPTS]
         driver.generate(lanes, 64, chunk=7, stagger=9)
@@ -85,7 +91,7 @@ def test_weights_stay_stored_in_parts_of_them(family: str, form: str, tmp_path: 
     ("family", "size", "said"),
     [
         ("llama", 3, "tp_size: num_attention_heads is 4 in config.json; use a number that divides 4"),
-        ("llama", 4, "tp_size: num_key_value_heads is 2 in config.json; use a number that divides 2"),
+        ("phi3", 4, "tp_size: num_key_value_heads is 2 in config.json; use a number that divides 2"),
         ("lfm2", 2, "tp_size: models of type lfm2 are not divided among ranks"),
     ],
 )
