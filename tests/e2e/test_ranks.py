@@ -57,7 +57,7 @@ def test_a_worker_dies_with_its_ranks_and_its_streams_go_on(
         running.settle()
 
 
-@pytest.mark.parametrize("prefill_ranks", [1, 2])
+@pytest.mark.parametrize("prefill_ranks", [pytest.param(1, marks=pytest.mark.invariants), 2])
 def test_pages_that_lie_in_several_memories_are_handed_over_and_kept_on_the_host(
     prefill_ranks: int, tmp_path: Path
 ) -> None:
