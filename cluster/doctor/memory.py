@@ -20,6 +20,7 @@ from engine.checkpoint.reader import plain_dtype, weight_files
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
+from engine.parallel.shard import Shard
 from engine.positions import longest_context
 from engine.text_part import text_part, text_weights
 from kvcache.config import CacheConfig
@@ -35,7 +36,7 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     """Weights as they are served, and pools: of `max_total_tokens` tokens, or of the share that the
     worker takes of `free` bytes of this machine. `free` None: it takes what is left of a GPU, maybe nothing.
 
-    Raises ConfigError for a model that cannot be read or is not supported.
+    Raises ConfigError for a model that cannot be read, is not supported, or not divided as it should be.
     """
     try:
         whole = read_config(directory, local=True)
@@ -43,6 +44,8 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
         raise ConfigError("model", f"config.json cannot be used: {error}", "repair the checkpoint") from None
     config = text_part(whole)
     family = check_model(config)
+    if options.tp_size > 1:
+        Shard(0, options.tp_size).config(config)
     dtype = _dtype(options, config, directory)
     served = _Served(dtype, stored_format(config), _keeps(options, dtype, free is None), options.weight_dtype)
     tensors = {tensor.name: tensor for path in _files(directory) for tensor in _tensors(path)}

@@ -97,8 +97,10 @@ def check_memory(case: Case) -> Iterator[Finding]:
                 continue
             there, where, remedy = node.memory, "free", _LESS_KV
             if section.num_gpus > 0 and node.gpu_memory:
-                share, largest = case.config.worker_options(role).gpu_memory_utilization, max(node.gpu_memory)
-                there, where = int(largest * share), f"of a GPU (its share, {share:g} of {_size(largest)})"
+                options, largest = case.config.worker_options(role), max(node.gpu_memory)
+                share, ranks = options.gpu_memory_utilization, options.tp_size
+                there, gpus = ranks * int(largest * share), f"{ranks} GPUs" if ranks > 1 else "a GPU"
+                where = f"of {gpus} (its share, {share:g} of {_size(largest)})"
                 remedy = f"{_LESS_KV}; or raise gpu_memory_utilization"
             said = f"{role}: weights and KV take {_size(need)}, {_size(there)} {where}"
             grade = Grade.FAULT if need > there else Grade.OK

@@ -230,6 +230,16 @@ def test_a_worker_has_its_share_of_a_gpu(
         assert one.grade is grade
 
 
+@pytest.mark.parametrize(("need", "grade"), [(28 * GIB, Grade.OK), (30 * GIB, Grade.FAULT)])
+def test_a_worker_of_several_ranks_has_the_memory_of_as_many_gpus(need: int, grade: Grade) -> None:
+    settings = config(worker={"tp_size": 4}, decode={"num_gpus": 4})
+    resources = {"CPU": 8.0, "GPU": 4.0}
+    facts = replace(sound("a"), resources=resources, gpu_memory=(8 * GIB,) * 4, needs={"decode": need})
+    (one,) = (one for one in judge(Case([facts], [], settings)) if one.check == "memory")
+    assert one.grade is grade
+    assert "28.8 GiB of 4 GPUs (its share, 0.9 of 8.0 GiB)" in one.found
+
+
 UNUSABLE = Problem("torch 2.13.0+cpu is built without CUDA", "install torch for CUDA")
 
 

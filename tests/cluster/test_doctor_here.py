@@ -20,6 +20,7 @@ from cluster.doctor import gather as gathering
 from cluster.doctor.gather import gather
 from cluster.doctor.memory import worker_bytes
 from cluster.doctor.preflight import Listeners, connect
+from common.errors import ConfigError
 from tests.support.image_models import written
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
 from tests.support.quantised_checkpoints import FORMATS, write
@@ -249,6 +250,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     """Of a format: a quantised model, and the same in float32."""
     directory = tmp_path_factory.mktemp("quantised")
     return lambda form: write("gpt_oss" if form == "mxfp4" else "qwen3", directory, 0, form)
+
+
+def test_a_model_that_cannot_be_divided_as_it_should_be(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, 0)
+    assert weights_of(path, tp_size=2) == weights_of(path)
+    with pytest.raises(ConfigError, match="tp_size: num_attention_heads is 4"):
+        weights_of(path, tp_size=3)
 
 
 def test_a_model_whose_config_has_no_dtype_is_served_in_that_of_its_files(tmp_path: Path) -> None:
