@@ -24,6 +24,7 @@ from common.errors import ConfigError
 from tests.support.image_models import written
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
 from tests.support.quantised_checkpoints import FORMATS, write
+from tests.support.tiny_models import make_tiny
 from wire.options import PortOptions
 from worker.options import WorkerOptions
 
