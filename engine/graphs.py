@@ -171,10 +171,8 @@ class DecodeGraphs(Generic[Computed]):
         """Whether a graph computes the batch."""
         return len(batch.q_lens) <= self._sizes[-1] and is_decode(batch)
 
-    def run(self, batch: ForwardBatch) -> Replayed[Computed] | None:
-        """Compute a decode batch, padded; None for a batch that no graph computes."""
-        if not self.computes(batch):
-            return None
+    def run(self, batch: ForwardBatch) -> Replayed[Computed]:
+        """Compute a batch that a graph computes, padded."""
         n = len(batch.q_lens)
         size = next(size for size in self._sizes if size >= n)
         whole = padded(batch, size)

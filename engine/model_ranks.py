@@ -16,7 +16,7 @@ from kvcache.pool import KVCache
 
 
 class ModelRanks:
-    """Close it until the last runner is made: then the runner's `close` ends the ranks."""
+    """The other ranks are ended by the last runner's `close`, or by this one's if there is no runner."""
 
     def __init__(self, config: EngineConfig, devices: Sequence[str], timeout_s: float) -> None:
         """Load the model in a rank for each device, of which `config.device` is the first. See Ranks. Raises

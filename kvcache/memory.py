@@ -26,8 +26,8 @@ from kvcache.device_memory import allocate_exported
 from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
 from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
-from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_spec
-from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
+from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, rank_spec
+from kvcache.pool import KVCache, MHAKVCache, ReqToTokenPool, open_pool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshots
 from kvcache.storage.factory import open_storage
@@ -342,12 +342,7 @@ def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
         return _spread_pool(config, spec, pages)
     nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
     buffer = _buffer(config, nbytes) if nbytes else None
-    if isinstance(spec, StateGroupSpec):
-        return MambaPool(spec, pages, config.device, buffer)
-    if isinstance(spec, LatentGroupSpec):
-        return MLAKVCache(spec, pages, config.page_size, config.device, buffer)
-    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
-    return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
+    return open_pool(spec, pages, config.page_size, config.device, buffer)
 
 
 def one_memory(devices: Sequence[str]) -> bool:

@@ -239,3 +239,19 @@ class MambaPool(KVCache):
     def tensor(self, layer: int, name: str) -> torch.Tensor:
         """`[num_slots + 1, *shape]` of one layer's tensor, a view: writing to it writes the pool."""
         return self._tensors[layer, name]
+
+
+def open_pool(
+    spec: GroupSpec,
+    num_pages: int,
+    page_size: int,
+    device: str | torch.device = "cpu",
+    buffer: PoolBuffer | None = None,
+) -> KVCache:
+    """The pool of a group of any kind; of a state group pages are slots."""
+    if isinstance(spec, StateGroupSpec):
+        return MambaPool(spec, num_pages, device, buffer)
+    if isinstance(spec, LatentGroupSpec):
+        return MLAKVCache(spec, num_pages, page_size, device, buffer)
+    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
+    return MHAKVCache(spec, num_pages, page_size, device, buffer)

@@ -18,6 +18,8 @@ from common.errors import ConfigError
 from engine.ranks.messages import CannotStart, RankSocket
 from engine.ranks.rank import serve
 
+log = logging.getLogger(__name__)
+
 
 def main() -> int:
     """Serve rank 0 until it hangs up."""
@@ -29,11 +31,13 @@ def main() -> int:
     orders = RankSocket(sock)
     try:
         serve(orders)
-    except (EOFError, OSError):
+    except EOFError:
         return 0  # rank 0 has hung up
     except ConfigError as error:
         orders.send(CannotStart(error.key, error.problem, error.remedy))
-        return 1
+    except OSError as error:  # of this rank, or another has ended
+        log.error("a rank ends: %s", error)
+    return 1
 
 
 def _end_with_rank_0(sock: socket.socket) -> None:

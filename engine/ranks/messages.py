@@ -7,8 +7,9 @@ CannotStart, and ends then. It ends when rank 0 hangs up. Pages are not sent: al
 
 from __future__ import annotations
 
+import struct
 from multiprocessing.connection import Connection
-from socket import recv_fds, send_fds, socket
+from socket import SO_SNDTIMEO, SOL_SOCKET, recv_fds, send_fds, socket
 from typing import Self
 
 import msgspec
@@ -20,6 +21,7 @@ from engine.config import EngineConfig
 
 _NONE = SamplingRows((), np.zeros(0, np.int64))
 _MAX_FDS = 16
+_SEND_BOUND = struct.pack("ll", 30, 0)  # seconds in which a rank that is not stopped reads
 
 
 class LoadPart(msgspec.Struct, frozen=True, tag="load_part"):
@@ -150,11 +152,12 @@ Answer = Ready | CannotStart
 
 class RankSocket:
     """One end of the socket between rank 0 and another rank. Raises OSError or EOFError if the other has
-    ended."""
+    ended, or does not read."""
 
     def __init__(self, sock: socket) -> None:
         """Own `sock`."""
         self._socket = sock
+        sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, _SEND_BOUND)
         self._frames = Connection(sock.dup().detach())  # bytes with their length; nothing is pickled
         self._encoder = msgspec.msgpack.Encoder()
         self._orders = msgspec.msgpack.Decoder(Order)

@@ -18,8 +18,8 @@ from engine.ranks.messages import OpenPools, RankSocket
 from kvcache.buffers import PoolBuffer, SharedBuffer
 from kvcache.device_memory import DeviceError, device_memory
 from kvcache.divided import SpreadKVCache
-from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, rank_heads, rank_spec
-from kvcache.pool import HeadsOfKVCache, KVCache, MambaPool, MHAKVCache, MLAKVCache
+from kvcache.layout import GroupSpec, rank_heads, rank_spec
+from kvcache.pool import HeadsOfKVCache, KVCache, MHAKVCache, open_pool
 
 
 def own_part(pools: Mapping[str, KVCache], group: RankGroup) -> dict[str, KVCache]:
@@ -69,18 +69,6 @@ def map_pools(
         pool = open_pool(spec, pages, opened.page_size, device, buffer)
         pools[name] = pool if name in opened.own else _heads(pool, group)
     return pools
-
-
-def open_pool(
-    spec: GroupSpec, pages: int, page_size: int, device: torch.device, buffer: PoolBuffer | None
-) -> KVCache:
-    """The pool of a group, in `buffer`; None: it has no bytes."""
-    if isinstance(spec, StateGroupSpec):
-        return MambaPool(spec, pages, device, buffer)
-    if isinstance(spec, LatentGroupSpec):
-        return MLAKVCache(spec, pages, page_size, device, buffer)
-    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
-    return MHAKVCache(spec, pages, page_size, device, buffer)
 
 
 def _mapped(fd: int, nbytes: int, device: torch.device) -> PoolBuffer:

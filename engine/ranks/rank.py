@@ -60,7 +60,8 @@ class ModelPart:
         """On a GPU the forward is only queued: rank 0 launches no more than it has results of."""
         batch, forward = order.batch(), self.forward
         with torch.inference_mode(), forward.current_device(), forward.threads_for(batch):
-            if self._graphs is not None and self._graphs.run(batch) is not None:
+            if self._graphs is not None and self._graphs.computes(batch):
+                self._graphs.run(batch)
                 return
             ids = torch.empty(len(batch.positions), dtype=torch.int64, device=forward.device)
             self._group.share(ids)

@@ -47,7 +47,6 @@ class Ranks:
                 self.group: RankGroup = self._start_with_nccl(config, devices)
             else:
                 self.group = self._start_with_memory(config, devices, timeout_s)
-            self._opened.callback(self.group.close)
         except BaseException:
             self.close()
             raise
@@ -58,6 +57,8 @@ class Ranks:
         size = len(devices)
         memory = allocate_memory(size)
         waits: list[socket.socket] = []
+        group = SharedMemoryGroup(0, memory, waits, size)
+        self._opened.callback(group.close)
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             waits.append(ours)
@@ -67,7 +68,7 @@ class Ranks:
                 assert memory.fd is not None, "it is not closed"
                 self._start(LoadPart(own, rank, size, timeout_s), [memory.fd, theirs.fileno()])
         self._answers(_START_S)
-        return SharedMemoryGroup(0, memory, waits, size)
+        return group
 
     def _start_with_nccl(self, config: EngineConfig, devices: Sequence[str]) -> NcclGroup:
         folder = self._opened.enter_context(TemporaryDirectory(prefix="baton-ranks-"))  # this user's alone
@@ -76,7 +77,9 @@ class Ranks:
             own = replace(config, device=device)
             self._start(LoadPart(own, rank, len(devices), meeting=str(meeting)))
         self._answers(_START_S)
-        return NcclGroup(0, len(devices), meeting, torch.device(devices[0]))
+        group = NcclGroup(0, len(devices), meeting, torch.device(devices[0]))
+        self._opened.callback(group.close)
+        return group
 
     def _start(self, order: LoadPart, fds: Sequence[int] = ()) -> None:
         self._others.append(_Rank(order.rank))
@@ -148,14 +151,16 @@ class _Rank:
     def __init__(self, number: int) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
-        with theirs:
+        self.socket = RankSocket(ours)
+        with theirs, ExitStack() as on_error:
+            on_error.callback(self.socket.close)
             self.process = subprocess.Popen(  # noqa: S603  our own module
                 [sys.executable, "-m", "engine.ranks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stderr: stdout has the worker's ready line
                 pass_fds=[theirs.fileno()],
             )
-        self.socket = RankSocket(ours)
+            on_error.pop_all()
 
     def tell(self, order: Compute) -> None:
         try:
@@ -183,4 +188,4 @@ class _Rank:
             self.process.wait(_EXIT_S)
             return
         self.process.kill()
-        self.process.wait()
+        self.process.wait(_EXIT_S)

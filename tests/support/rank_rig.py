@@ -11,14 +11,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.loader import load_model
-from engine.ranks.pools import open_pool, own_part
+from engine.ranks.pools import own_part
 from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
 from kvcache.buffers import PoolBuffer, allocate_shared
 from kvcache.device_memory import allocate_exported
 from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
 from kvcache.layout import GroupSpec, KVGroupSpec, rank_spec
-from kvcache.pool import KVCache, MHAKVCache
+from kvcache.pool import KVCache, MHAKVCache, open_pool
 
 TIMEOUT_S = 30.0
 

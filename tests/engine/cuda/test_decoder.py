@@ -71,6 +71,19 @@ def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return bool(request.param)
 
 
+def check_recorded(runner: ModelRunner, path: Path) -> EagerRecorder:
+    """Its tokens, with recorded decode steps, are generate's."""
+    recorder = EagerRecorder()
+    runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
+    driver = Driver(runner, 40, 16)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
+    runner.close()
+    expected = [reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS]
+    assert [lane.outputs for lane in lanes] == expected
+    return recorder
+
+
 def check_tokens(path: Path, own: bool) -> None:
     """In chunks beside decode rows, and in recorded decode steps, of one row at the end."""
     loaded, config = load(path)
@@ -79,15 +92,7 @@ def check_tokens(path: Path, own: bool) -> None:
     runner = ModelRunner(loaded, pools, config)
     runner.forward.attention = flashinfer_layers(loaded, pools)
     assert isinstance(runner.attention.fixed(1, 1).full, DecodeAttention if own else FlashInferAttention)
-    recorder = EagerRecorder()
-    runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
-    driver = Driver(runner, 40, 16)
-    lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
-    runner.close()
-    assert [lane.outputs for lane in lanes] == [
-        reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS
-    ]
+    recorder = check_recorded(runner, path)
     assert sum(step.replays for step in recorder.steps) > OUTPUTS
     assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
 
@@ -127,14 +132,7 @@ def test_tokens_of_two_ranks_equal_generate(family: str, own: bool, tmp_path: Pa
     ranks = ThreadRanks(groups[0], rank)
     runner = ModelRunner(first, pools[0], config, ranks=ranks)
     runner.forward.attention = flashinfer_layers(first, pools[0])
-    recorder = EagerRecorder()
-    runner.record_decode(DecodeLimits(sequences=3, context_pages=10, rows=8), recorder)
-    driver = Driver(runner, 40, 16)
-    lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
-    runner.close()
-    expected = [reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS]
-    assert [lane.outputs for lane in lanes] == expected
+    recorder = check_recorded(runner, path)
     replays = [[step.replays for step in one.steps] for one in (recorder, ranks.recorder)]
     assert replays[0] == replays[1]
     assert all(replays[0])
