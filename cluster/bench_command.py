@@ -106,10 +106,11 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
 
 def _loads(arguments: argparse.Namespace, seed: int) -> list[Load]:
     """Raises ConfigError."""
-    for flag in ("num_prompts", "input_len", "output_len"):
-        if getattr(arguments, flag) < 1:
-            name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(name, f"{getattr(arguments, flag)} is too small", "give at least 1")
+    for key, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0), ("output_len", 1)):
+        given: int = getattr(arguments, key)
+        if given < least:
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(flag, f"{given} is too small", f"give at least {least}")
     if arguments.request_rate is not None:
         rates = _numbers("--request-rate", arguments.request_rate)
         return [Load(per_s=rate, seed=seed) for rate in rates]

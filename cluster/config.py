@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, field_validator
 
 from cluster.deployments import (
@@ -228,36 +227,6 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         if key.startswith(Role.PREFILL):
             _check_agreement(found, options[key.replace(Role.PREFILL, Role.DECODE, 1)])
     return config
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Serve config files are accepted too: their first application's `args`.
-
-    A `model` directory may be named relative to the current directory or to the file's.
-    """
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError("config", f"cannot read {path}: {error.strerror}", "give a readable file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", f"{path} is not YAML: {error}", "correct the file") from None
-    if isinstance(raw, dict) and isinstance(raw.get("applications"), list):
-        first = next(iter(raw["applications"]), None)
-        raw = first.get("args", {}) if isinstance(first, dict) else None
-    if not isinstance(raw, dict):
-        raise ConfigError("config", f"{path} is not a mapping", "see `baton config --schema`")
-    models = raw.get("models")
-    if isinstance(models, list):
-        found = [_with_model(one, path.parent) if isinstance(one, dict) else one for one in models]
-        return {**raw, "models": found}
-    return _with_model(raw, path.parent)
-
-
-def _with_model(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    model = raw.get("model")
-    if isinstance(model, str) and not Path(model).is_dir() and (folder / model).is_dir():
-        return {**raw, "model": str((folder / model).absolute())}
-    return raw
 
 
 def _check_models(config: ServeConfig) -> None:

@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster.config import ServeConfig, parse_config, read_config
+from cluster.config import ServeConfig, parse_config
+from cluster.config_file import read_config
 
 HELP = "Print the JSON schema of a configuration, or check one."
 

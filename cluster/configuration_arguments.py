@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cluster.config import read_config
+from cluster.config_file import kept_for_serve, read_config
 
 
 def add_set(command: argparse.ArgumentParser) -> None:
@@ -18,6 +18,13 @@ def add_set(command: argparse.ArgumentParser) -> None:
 
 def base_config(target: str) -> dict[str, Any]:
     """The configuration of MODEL|CONFIG.yaml. Raises ConfigError."""
-    if target.endswith((".yaml", ".yml")):
-        return read_config(Path(target))
-    return {"model": target}
+    return read_config(Path(target)) if _is_file(target) else {"model": target}
+
+
+def unused(target: str) -> tuple[str, ...]:
+    """What CONFIG.yaml says to Serve alone. Raises ConfigError."""
+    return kept_for_serve(Path(target)) if _is_file(target) else ()
+
+
+def _is_file(target: str) -> bool:
+    return target.endswith((".yaml", ".yml"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config
-from cluster.configuration_arguments import add_set, base_config
+from cluster.configuration_arguments import add_set, base_config, unused
 from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, stop_first, stop_on_signals
 from cluster.model_files import model_directory
 from cluster.own_session import leave_session
@@ -125,6 +125,9 @@ def _flag(key: str) -> str:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = parse_config(make_config(arguments))
+    if kept := unused(arguments.target):
+        told = f"only `serve run` uses {', '.join(kept)} of it"
+        print(f"baton: {arguments.target} is a Serve config, and {told}", file=sys.stderr)
     address = arguments.ray_address or os.environ.get("RAY_ADDRESS") or None
     if address in (None, "local"):  # what can be checked is checked before a Ray is started
         address = None

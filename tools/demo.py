@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from cluster.app import build
-from cluster.config import parse_config, read_config
+from cluster.config import parse_config
+from cluster.config_file import read_config
 from cluster.directory_actor import DirectoryFinder
 from cluster.local import APP_NAME, DeployFailed, LocalOptions, LocalServe, stop_on_signals
 from common.options import exit_on_config_error

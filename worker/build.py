@@ -24,7 +24,7 @@ from scheduler.config import Phase, SchedulerConfig
 from scheduler.node_policy import NodePolicy
 from scheduler.scheduler import Scheduler
 from wire.security import Curve
-from worker.capacity import cache_config, chosen_config, host_budget
+from worker.capacity import cache_config, chosen_config, host_budget, host_free
 from worker.device import choose_device
 from worker.gpu_build import build_on_gpu
 from worker.options import WorkerOptions
@@ -45,7 +45,8 @@ def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory
             raise ConfigError("tp_size", f"it is {options.tp_size}, and the engine is fake", "use 1")
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
         chosen = _named(chosen_config(options, reserves, "cpu"), lambda: _fake_digest(options))
-        memory = build_memory(cache_config(options, spec, chosen, host_budget(options)), spec.groups)
+        sizes = cache_config(options, spec, chosen, host_budget(options), host_free(options))
+        memory = build_memory(sizes, spec.groups)
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     config = EngineConfig(
         model=options.model,
@@ -75,7 +76,7 @@ def _build_on_cpu(
     with ExitStack() as opened:
         model = ModelRanks(config, devices, options.first_forward_s)
         opened.callback(model.close)
-        sizes = cache_config(options, model.loaded.spec, chosen, host_budget(options))
+        sizes = cache_config(options, model.loaded.spec, chosen, host_budget(options), host_free(options))
         memory = opened.enter_context(build_memory(sizes, model.loaded.spec.groups))
         runner = model.open(memory.kv_caches)
         opened.pop_all()

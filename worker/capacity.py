@@ -23,16 +23,28 @@ Budget = Callable[[], int]
 """Gives the bytes that pools may take, of each rank. It is asked only if the options leave a size open."""
 
 
-def cache_config(options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, budget: Budget) -> CacheConfig:
-    """`chosen` with all sizes. Raises ConfigError if not even a page fits into the budget."""
+def cache_config(
+    options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, budget: Budget, free: Budget
+) -> CacheConfig:
+    """`chosen` with all sizes. `free` gives the bytes that there are now, of each rank. Raises ConfigError if
+    not even a page fits into the budget, or if the tokens that the options say need more than is free."""
     config = replace(chosen, state_slots=_state_slots(chosen, spec, budget))
-    total = options.max_total_tokens or _affordable_tokens(config, spec, budget())
+    if options.max_total_tokens is None:
+        total = _affordable_tokens(config, spec, budget())
+    else:
+        total = options.max_total_tokens
+        _check_fits(config, spec, total, free())
     return replace(config, total_tokens=total, max_context_len=_context_tokens(options, spec, total))
 
 
 def host_budget(options: WorkerOptions) -> Budget:
     """A share of the memory that this process could take when it is asked: of the host, or its container."""
-    return lambda: int(available_memory() * options.kv_memory_fraction) // options.tp_size
+    return lambda: int(host_free(options)() * options.kv_memory_fraction)
+
+
+def host_free(options: WorkerOptions) -> Budget:
+    """All of that memory."""
+    return lambda: available_memory() // options.tp_size
 
 
 def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheConfig:
@@ -125,13 +137,28 @@ def own_groups(spec: ModelSpec, config: CacheConfig) -> tuple[GroupSpec, ...]:
     return tuple(rank_spec(group, max(1, len(config.rank_devices))) for group in spec.groups)
 
 
+def _check_fits(config: CacheConfig, spec: ModelSpec, tokens: int, free: int) -> None:
+    """Memory of a host is only taken when it is used: the process would be killed later."""
+    fit = _tokens_in(config, spec, free)
+    if tokens > fit:
+        raise ConfigError(
+            "max_total_tokens",
+            f"{tokens} tokens of KV do not fit into the memory that is free, {free / 1e9:.1f} GB",
+            f"use {fit} or fewer" if fit else "use a larger machine",
+        )
+
+
+def _tokens_in(config: CacheConfig, spec: ModelSpec, nbytes: int) -> int:
+    """Tokens whose KV of all groups fits into so many bytes of each rank."""
+    groups = own_groups(spec, config)
+    ratio, slots = config.swa_full_tokens_ratio, config.num_state_slots
+    return pages_in(nbytes, groups, config.page_size, ratio, slots) * config.page_size
+
+
 def _affordable_tokens(config: CacheConfig, spec: ModelSpec, budget: int) -> int:
     """Tokens whose KV of all groups fits into the budget; at most what all requests can use."""
-    page_size = config.page_size
-    groups = own_groups(spec, config)
-    pages = pages_in(budget, groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
-    tokens = min(pages * page_size, config.max_running_requests * spec.max_position)
-    if tokens < page_size:
+    tokens = min(_tokens_in(config, spec, budget), config.max_running_requests * spec.max_position)
+    if tokens < config.page_size:
         key = "kv_memory_fraction" if config.device == "cpu" else "gpu_memory_utilization"
         raise ConfigError(key, "not even one page of KV fits", "raise it")
     log.info("KV capacity: %d tokens", tokens)

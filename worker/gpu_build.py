@@ -99,9 +99,14 @@ def build_on_gpu(
         if loaded.spec.dtype == torch.float32:
             torch.backends.cudnn.allow_tf32 = False  # it is True by default, unlike that of products
 
+        def left() -> int:
+            gpus.give_back()  # what only loading needed
+            model.give_back()
+            return gpus.free()
+
         @cache
         def budget() -> int:
-            gpus.give_back()  # what only loading needed
+            gpus.give_back()
             model.give_back()
             needed = free - _least_free(gpus, options, config, chosen, model)
             gpus.give_back()
@@ -111,9 +116,8 @@ def build_on_gpu(
             )
             return max(0, share - needed)
 
-        memory = opened.enter_context(
-            build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
-        )
+        sizes = cache_config(options, loaded.spec, chosen, budget, left)
+        memory = opened.enter_context(build_memory(sizes, loaded.spec.groups))
         runner = model.open(memory.kv_caches)
         longest = memory.config.max_context_len
         lens = _largest_lens(options, longest)

@@ -10,7 +10,8 @@ from ray.serve._private.build_app import build_app as build_serve_app
 from ray.serve.config import AutoscalingConfig
 
 from cluster.app import _worker_settings, application
-from cluster.config import ServeConfig, parse_config, read_config
+from cluster.config import ServeConfig, parse_config
+from cluster.config_file import kept_for_serve, read_config
 from cluster.role_keeper import RolePlan
 from cluster.router_replica import check_keys
 from common.errors import ConfigError
@@ -242,6 +243,19 @@ def test_unreadable_files_are_named(tmp_path: Path, text: str | None, says: str)
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_config(path)
+
+
+def test_what_a_serve_config_says_to_serve_is_told(tmp_path: Path) -> None:
+    """`baton serve` takes `args` alone."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "http_options: {port: 9000}\napplications:\n"
+        "- {name: a, import_path: x, args: {model: m}, deployments: [{name: decode, num_replicas: 4}]}\n"
+        "- {name: b}\n"
+    )
+    assert kept_for_serve(path) == ("http_options", "applications[0].deployments", "applications[1]")
+    path.write_text("model: m\n")
+    assert kept_for_serve(path) == ()
 
 
 def test_schema_describes_nested_options_in_their_places() -> None:

@@ -9,7 +9,8 @@ import pytest
 from ray.serve._private.build_app import build_app as build_serve_app
 
 from cluster.app import application
-from cluster.config import parse_config, read_config
+from cluster.config import parse_config
+from cluster.config_file import read_config
 from cluster.role_keeper import RolePlan
 from cluster.router_config import parse_router_config
 from cluster.serve_command import share_machine

@@ -161,6 +161,7 @@ def test_bench_tells_failures(
         (["--concurrency", "1.5"], "--concurrency: 1.5 are not whole numbers"),
         (["--request-rate", "inf"], "--request-rate: 'inf'"),
         (["--num-prompts", "0"], "--num-prompts: 0 is too small"),
+        (["--prefix-len", "-3"], "--prefix-len: -3 is too small"),
         (["--input-len", "4", "--prefix-len", "5"], "--prefix-len: 5 is longer"),
         (["--prompts", "/nowhere"], "--prompts: cannot read /nowhere"),
     ],
