@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvcache.buffers import PoolBuffer
+from kvcache.page_parts import RowsCopy
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +96,22 @@ class DeviceMemory:
                 return uuid == self.uuid or bool(self._call("cuDeviceCanAccessPeer", self._device, other))
         return True
 
-    def copy(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
-        """Queue copies (target, source, bytes) on a raw stream handle. Raises DeviceError; then some may have
-        been queued."""
+    def copy(self, copies: Iterable[RowsCopy], stream: int) -> None:
+        """Queue copies on a raw stream handle. Raises DeviceError; then some may have been queued."""
         self._enter()
-        for target, source, nbytes in runs:
-            self._call("cuMemcpyAsync", target, source, nbytes, stream)
+        for copy in copies:
+            if copy.rows == 1:
+                self._call("cuMemcpyAsync", copy.target, copy.source, copy.width, stream)
+            else:
+                self._call("cuMemcpy2DAsync", self._rows(copy), stream)
+
+    def _rows(self, copy: RowsCopy) -> Any:
+        rows = self._driver.CUDA_MEMCPY2D()
+        rows.srcMemoryType = rows.dstMemoryType = self._driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        rows.srcDevice, rows.srcPitch = copy.source, copy.source_pitch
+        rows.dstDevice, rows.dstPitch = copy.target, copy.target_pitch
+        rows.WidthInBytes, rows.Height = copy.width, copy.rows
+        return rows
 
     def unmap(self, ptr: int, nbytes: int) -> None:
         """Undo a mapping, after what is queued on this GPU: unlike cudaFree, cuMemUnmap does not always

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcache.layout import GroupSpec, KVGroupSpec, rank_heads
+from kvcache.page_parts import PageParts
 from kvcache.pool import KVCache, MHAKVCache
 
 
@@ -22,10 +23,11 @@ class SpreadKVCache(KVCache):
     each part has its own.
     """
 
-    def __init__(self, spec: GroupSpec, parts: Sequence[KVCache]) -> None:
+    def __init__(self, spec: GroupSpec, parts: Sequence[KVCache], page_parts: PageParts) -> None:
         """`spec` is of the whole. Owns the parts, which are equal but for their device."""
         first = parts[0]
         self.parts = tuple(parts)
+        self.page_parts = page_parts
         self.num_pages = first.num_pages
         self.page_size = first.page_size
         self.page_bytes = spec.page_bytes(first.page_size)
@@ -67,26 +69,28 @@ class DividedKVCache(SpreadKVCache):
     def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
         own = parts[0].spec.kv_heads
         assert own == rank_heads(spec.kv_heads, len(parts)), "the parts have all heads"
-        super().__init__(spec, parts)
-        self._ranges = spec.kv_heads // own
-        self._copies = len(parts) // self._ranges  # of each range
-        self._blocks = 2 * len(spec.layer_ids)  # of a page: K and V of each layer, heads after heads
+        ranges = spec.kv_heads // own
+        super().__init__(spec, parts, PageParts(spec.blocks, ranges, len(parts) // ranges))
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         pieces = [
             part.bytes.index_select(0, ids.to(part.device, non_blocking=True))
-            .view(len(ids), self._blocks, -1)
+            .view(len(ids), self.page_parts.blocks, -1)
             .to(self.device, non_blocking=True)
-            for part in self.parts[:: self._copies]
+            for part in self.parts[:: self.page_parts.copies]
         ]
         return torch.stack(pieces, dim=2).view(len(ids), self.page_bytes)
 
     def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
-        return pages.view(len(pages), self._blocks, self._ranges, -1)[:, :, number // self._copies]
+        blocks, ranges, _ = self.page_parts
+        return pages.view(len(pages), blocks, ranges, -1)[:, :, self.page_parts.range_of(number)]
 
 
 class ReplicatedKVCache(SpreadKVCache):
     """Pages of which every part has a copy. The ranks compute the same for each."""
+
+    def __init__(self, spec: GroupSpec, parts: Sequence[KVCache]) -> None:
+        super().__init__(spec, parts, PageParts(spec.blocks, copies=len(parts)))
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         return self.parts[0].bytes.index_select(0, ids.to(self.device, non_blocking=True))

@@ -38,6 +38,11 @@ class GroupSpec(ABC):
     def kind(self) -> str:
         """ "full", "latent", "window" or "state"."""
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of a page, in each of which all heads follow one another; 1 if there are no heads."""
+        return 1
+
     @abstractmethod
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """The shape of one page as stored."""
@@ -110,6 +115,11 @@ class KVGroupSpec(TokenGroupSpec):
     def row_dim(self) -> int:
         """A token's key, or value, in one head."""
         return self.head_dim
+
+    @property
+    def blocks(self) -> int:
+        """K and V of each layer."""
+        return 2 * len(self.layer_ids)
 
     @property
     def kind(self) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from kvcache.buffers import PoolBuffer, allocate_private
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, TokenGroupSpec
+from kvcache.page_parts import PageParts
 from kvcache.quant import KVFormat, QuantisedRows
 
 Spec = TypeVar("Spec", bound=TokenGroupSpec)
@@ -95,6 +96,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = spec.page_bytes(page_size)
+        self.page_parts = PageParts(spec.blocks)
         self.device = torch.device(device)
         self.fd = buffer.fd if buffer is not None else None
         self._buffer = buffer

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from common.errors import TransferError
+from kvcache.page_parts import ONE_PART, PageParts
 from kvtransfer.frames import (
     Begin,
     End,
@@ -80,14 +81,16 @@ class Channel:
             self.close()
             raise
 
-    def begin(self, write: PageWrite, page_bytes: int) -> Granted:
-        """Get a grant. Raises Refusal, after which the channel can be used again, or TransferError."""
+    def begin(self, write: PageWrite, page_bytes: int, parts: PageParts = ONE_PART) -> Granted:
+        """Get a grant for a write of pages that lie in `parts`. Raises Refusal, after which the channel can
+        be used again, or TransferError."""
         info = self.pools.groups.get(write.group)
         theirs = info.page_bytes if info is not None else 0
-        if theirs != page_bytes:
+        if info is None or theirs != page_bytes:
             raise Refusal(f"page_bytes of group {write.group} differ: {page_bytes} here, {theirs} there")
+        direct = info.takes_directly(parts)
         pages = write.dst_pages.astype("<i8", copy=False).tobytes()
-        self.stream.send(Begin(write.room, write.epoch, write.group, pages))
+        self.stream.send(Begin(write.room, write.epoch, write.group, pages, direct))
         answer = self.stream.receive()
         if isinstance(answer, Refused):
             raise Refusal(answer.reason)
@@ -257,7 +260,7 @@ class PeerSender(ABC):
                 channel = self._open_channel(peer)
                 self._attach(peer, channel)
             try:
-                return channel, channel.begin(write, region.page_bytes)
+                return channel, channel.begin(write, region.page_bytes, region.page_parts)
             except Refusal:
                 with self._lock:
                     peer.put_back(channel)

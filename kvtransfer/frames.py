@@ -18,9 +18,11 @@ import struct
 import msgspec
 
 from common.errors import TransferError
+from kvcache.page_parts import PageParts
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages
+_MAX_FDS = 128  # with a frame: of a few groups, each with a part for every rank
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -37,12 +39,29 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One group's pool at the receiver. `ptr` is its address in the receiver's process, 0 where senders need
-    none."""
+    """One group's pool at the receiver, in `ranges` x `copies` parts (kvcache/page_parts.py). `ptrs` are
+    their addresses in the receiver's process, where senders write to them."""
 
     page_bytes: int
     num_pages: int
-    ptr: int
+    ptrs: tuple[int, ...] = ()
+    ranges: int = 1
+    copies: int = 1
+
+    def page_parts(self, blocks: int) -> PageParts:
+        """With the blocks that the sender's pages have. Raises TransferError if they cannot lie so."""
+        parts = PageParts(blocks, self.ranges, self.copies)
+        if not parts.divides(self.page_bytes):
+            raise TransferError("the peer's pages lie in parts that are not of this model")
+        return parts
+
+    def takes_directly(self, parts: PageParts) -> bool:
+        """Whether pages that lie in `parts` can be written to its addresses: parts that are not alike would
+        be written in runs that are too short. Raises TransferError like `page_parts`."""
+        theirs = self.page_parts(parts.blocks)
+        if len(self.ptrs) not in (0, theirs.total):
+            raise TransferError("the peer does not say where all parts of its pages are")
+        return bool(self.ptrs) and theirs == parts
 
 
 class Pools(msgspec.Struct, frozen=True, tag="pools"):
@@ -54,12 +73,14 @@ class Pools(msgspec.Struct, frozen=True, tag="pools"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Asks to write these pages (int64, little-endian) of this room and epoch."""
+    """Asks to write these pages (int64, little-endian) of this room and epoch: where the backend has the
+    choice, `direct` to their addresses, or by way of a staging buffer."""
 
     room: int
     epoch: int
     group: str
     pages: bytes
+    direct: bool = True
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -186,7 +207,7 @@ def _receive(sock: socket.socket, nbytes: int, fds: list[int] | None, starts: bo
     while got < nbytes:
         try:
             if fds is not None:
-                space = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+                space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
                 count, ancillary, _, _ = sock.recvmsg_into([view[got:]], space, socket.MSG_CMSG_CLOEXEC)
                 for _, kind, payload in ancillary:
                     if kind == socket.SCM_RIGHTS:

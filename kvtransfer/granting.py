@@ -55,9 +55,9 @@ class GrantingReceiver(ABC, Generic[Session]):
         """Around an authenticated peer's connection, opened before it may write: the backend's own state."""
 
     @abstractmethod
-    def _see_through(self, stream: Stream, session: Session, grant: Grant) -> None:
-        """Answer Granted, and finish the grant when nothing can be written under it any more: at once after
-        an End, otherwise when that is certain. Raises TransferError to drop the peer."""
+    def _see_through(self, stream: Stream, session: Session, begin: Begin, grant: Grant) -> None:
+        """Answer `begin` with Granted, and finish the grant when nothing can be written under it any more: at
+        once after an End, otherwise when that is certain. Raises TransferError to drop the peer."""
 
     @contextmanager
     def _storing(self, grant: Grant) -> Iterator[None]:
@@ -75,11 +75,12 @@ class GrantingReceiver(ABC, Generic[Session]):
     def _send_pools(self, stream: Stream, session: Session) -> None:  # noqa: ARG002 - for overriders
         stream.send(Pools(self._infos()))
 
-    def _address(self, region: GroupRegion) -> int:  # noqa: ARG002 - for overriders
-        """Where senders of this backend write to; 0 when they need no address of this process."""
-        return 0
+    def _addresses(self, region: GroupRegion) -> tuple[int, ...]:  # noqa: ARG002 - for overriders
+        """Where senders of this backend write to, of each part; none if they need no address of this
+        process."""
+        return ()
 
-    def _interrupt(self, stream: Stream, region: GroupRegion) -> Callable[[], None] | None:  # noqa: ARG002
+    def _interrupt(self, stream: Stream, begin: Begin) -> Callable[[], None] | None:  # noqa: ARG002
         """A callback that stops a granted write when its room is closed; None if nothing can stop it."""
         return None
 
@@ -92,7 +93,13 @@ class GrantingReceiver(ABC, Generic[Session]):
 
     def _infos(self) -> dict[str, PoolInfo]:
         return {
-            name: PoolInfo(region.page_bytes, region.num_pages, self._address(region))
+            name: PoolInfo(
+                region.page_bytes,
+                region.num_pages,
+                self._addresses(region),
+                region.page_parts.ranges,
+                region.page_parts.copies,
+            )
             for name, region in self._regions.items()
         }
 
@@ -123,7 +130,7 @@ class GrantingReceiver(ABC, Generic[Session]):
         except TransferError as error:
             stream.send(Refused(str(error)))
             return
-        self._see_through(stream, session, grant)
+        self._see_through(stream, session, frame, grant)
 
     def _begin(self, stream: Stream, frame: Begin) -> Grant:
         region = self._regions.get(frame.group)
@@ -131,5 +138,5 @@ class GrantingReceiver(ABC, Generic[Session]):
             raise TransferError(f"there are no such pages of a group {frame.group} here")
         pages = np.frombuffer(frame.pages, dtype="<i8").astype(np.int64)
         nbytes = len(pages) * region.page_bytes
-        backend, interrupt = self._endpoint.backend, self._interrupt(stream, region)
+        backend, interrupt = self._endpoint.backend, self._interrupt(stream, frame)
         return self._rooms.begin(frame.room, frame.epoch, frame.group, pages, nbytes, backend, interrupt)

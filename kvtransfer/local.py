@@ -13,22 +13,23 @@ grant: the pages stay in quarantine until the peer is killed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
 import socket
 import struct
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.errors import TransferError
 from kvcache.device_memory import DeviceError
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
-from kvtransfer.frames import End, Ended, Gone, Granted, Pools, bound
+from kvtransfer.frames import Begin, End, Ended, Gone, Granted, PoolInfo, Pools, bound
 from kvtransfer.granting import GrantingReceiver
-from kvtransfer.region import NO_REGIONS, PoolRegion
+from kvtransfer.region import NO_REGIONS, GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
@@ -52,8 +53,15 @@ class Mapped(Protocol):
         ...
 
 
+class MappedPool(NamedTuple):
+    """A receiver's pool, as it described it when it was mapped, and what is mapped of it."""
+
+    info: PoolInfo
+    memories: tuple[Mapped, ...]
+
+
 class LocalReceiver(GrantingReceiver[int]):
-    """ReceiverTransport over pools that each have a descriptor."""
+    """ReceiverTransport over pools that each have a descriptor, of every part."""
 
     def __init__(
         self, backend: str, params: Mapping[str, str], regions: PoolRegion, rooms: RoomTable, bounds: Bounds
@@ -83,10 +91,10 @@ class LocalReceiver(GrantingReceiver[int]):
             os.close(pidfd)
 
     def _send_pools(self, stream: Stream, pidfd: int) -> None:  # noqa: ARG002
-        fds = [region.fd for region in self._regions.values() if region.fd is not None]
-        stream.send(Pools(self._infos()), fds=fds)
+        parts = [part for region in self._regions.values() for part in region.parts]
+        stream.send(Pools(self._infos()), fds=[part.fd for part in parts if part.fd is not None])
 
-    def _see_through(self, stream: Stream, pidfd: int, grant: Grant) -> None:
+    def _see_through(self, stream: Stream, pidfd: int, begin: Begin, grant: Grant) -> None:  # noqa: ARG002
         with contextlib.suppress(TransferError):  # a peer that has given up has sent its End before
             stream.send(Granted())
         try:
@@ -131,11 +139,13 @@ class LocalSender(PeerSender):
     def __init__(self, regions: PoolRegion, bounds: Bounds, arenas: PoolRegion = NO_REGIONS) -> None:
         """Nothing is mapped before the first write to a receiver."""
         super().__init__(regions, bounds, arenas)
-        self._mappings: dict[Peer, dict[str, Mapped]] = {}
+        self._mappings: dict[Peer, dict[str, MappedPool]] = {}
 
     @abstractmethod
-    def _map(self, fd: int, nbytes: int) -> Mapped:
-        """Map a pool. Raises OSError, ValueError or DeviceError, and then nothing is mapped."""
+    def _map(self, region: GroupRegion, info: PoolInfo, fds: Sequence[int]) -> Iterator[Mapped]:
+        """Map what this sender writes to of a pool with such pages as `region`; `fds` are of its parts.
+        Raises OSError, ValueError, DeviceError or TransferError, and then nothing is mapped but what it has
+        given."""
 
     def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,30 +162,43 @@ class LocalSender(PeerSender):
             try:
                 if peer not in self._mappings:
                     self._mappings[peer] = self._map_all(channel)
-            except (OSError, ValueError, DeviceError) as error:
+            except (OSError, ValueError, DeviceError, TransferError) as error:
                 channel.close()
                 raise Unmappable(f"cannot map the decode worker's pool: {error}") from None
         while channel.fds:
             os.close(channel.fds.pop())
 
-    def _map_all(self, channel: Channel) -> dict[str, Mapped]:
-        mapped: dict[str, Mapped] = {}
+    def _map_all(self, channel: Channel) -> dict[str, MappedPool]:
+        mapped: dict[str, MappedPool] = {}
+        fds = iter(channel.fds)
         with contextlib.ExitStack() as on_error:
-            for (name, info), fd in zip(channel.pools.groups.items(), channel.fds, strict=True):
-                mapped[name] = self._map(fd, info.page_bytes * info.num_pages)
-                on_error.callback(mapped[name].close)
+            for name, info in channel.pools.groups.items():
+                own = list(itertools.islice(fds, info.ranges * info.copies))
+                region = self._regions.get(name)
+                if len(own) != info.ranges * info.copies or not own:
+                    raise ValueError(f"it has not sent a descriptor for each part of group {name}")
+                if region is None or region.page_bytes != info.page_bytes:
+                    continue  # a write to it is refused
+                memories: list[Mapped] = []
+                for memory in self._map(region, info, own):
+                    on_error.callback(memory.close)
+                    memories.append(memory)
+                mapped[name] = MappedPool(info, tuple(memories))
+            if next(fds, None) is not None:
+                raise ValueError("it has sent more descriptors than it has parts of pools")
             on_error.pop_all()
         return mapped
 
     def _detach(self, peer: Peer) -> None:
-        for mapping in self._mappings.pop(peer, {}).values():
-            mapping.close()
+        for pool in self._mappings.pop(peer, {}).values():
+            for memory in pool.memories:
+                memory.close()
 
-    def _target(self, granted: GrantedWrite) -> Mapped:
+    def _target(self, granted: GrantedWrite) -> MappedPool:
         """The pool that the pages go to. Raises TransferError when they do not lie in it."""
-        region, write = granted.region, granted.write
-        mapping = self._mappings[granted.peer].get(write.group)
-        last = 0 if mapping is None else mapping.nbytes // region.page_bytes - 1
-        if mapping is None or int(write.dst_pages.min()) < 0 or int(write.dst_pages.max()) > last:
+        write = granted.write
+        pool = self._mappings[granted.peer].get(write.group)
+        last = -1 if pool is None else pool.info.num_pages - 1
+        if pool is None or int(write.dst_pages.min()) < 0 or int(write.dst_pages.max()) > last:
             raise TransferError(f"the peer granted pages of group {write.group} that it does not have")
-        return mapping
+        return pool

@@ -1,8 +1,9 @@
 """mooncake: one-sided writes through Mooncake's TransferEngine: RDMA if there is a device, else its TCP.
 
 The control protocol (grants) has a TCP connection of its own. Pages of `_DIRECT_BYTES` and more are written
-from pool to pool. Smaller ones are gathered into a staging buffer, written to the receiver's as one block,
-and scattered there: because of Mooncake's cost per entry, 32 KiB pages are half as fast as one block.
+from pool to pool; where they lie in several memories, part by part, if both sides have the same parts. Others
+are gathered into a staging buffer, written to the receiver's as one block, and scattered there: because of
+Mooncake's cost per entry, 32 KiB pages are half as fast as one block.
 
 The fence. Staged: only this process stores into the pool, and it checks the room before each scatter. Direct:
 the grant ends with the sender's `End`, sent after Mooncake has reported that everything was applied. When
@@ -27,7 +28,7 @@ from common.errors import ConfigError, TransferError
 from common.ports import ANY_PORT, Ports
 from kvcache.page_runs import PageIds, coalesce, copy_pages
 from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
-from kvtransfer.frames import End, Ended, Granted, Pools, Staged
+from kvtransfer.frames import Begin, End, Ended, Granted, Pools, Staged
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
 from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
@@ -148,17 +149,20 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             with self._lock:
                 station.peers.discard(stream.sock)
 
-    def _address(self, region: GroupRegion) -> int:
-        return region.ptr if _is_direct(region) else 0
+    def _addresses(self, region: GroupRegion) -> tuple[int, ...]:
+        return tuple(part.ptr for part in region.parts) if _is_large(region) else ()
 
     def _send_pools(self, stream: Stream, session: _Station) -> None:
         stream.send(Pools(self._infos(), session=session.engine.session))
 
-    def _interrupt(self, stream: Stream, region: GroupRegion) -> Callable[[], None] | None:
-        return None if _is_direct(region) else lambda: hang_up(stream.sock)
+    def _interrupt(self, stream: Stream, begin: Begin) -> Callable[[], None] | None:
+        return None if self._goes_direct(begin) else lambda: hang_up(stream.sock)
 
-    def _see_through(self, stream: Stream, session: _Station, grant: Grant) -> None:
-        if _is_direct(self._regions[grant.group]):
+    def _goes_direct(self, begin: Begin) -> bool:
+        return begin.direct and _is_large(self._regions[begin.group])
+
+    def _see_through(self, stream: Stream, session: _Station, begin: Begin, grant: Grant) -> None:
+        if self._goes_direct(begin):
             self._see_direct(stream, session, grant)
         else:
             self._see_staged(stream, session, grant)
@@ -283,22 +287,25 @@ class MooncakeSender(PeerSender):
         return connected_socket(endpoint.address, self._bounds)
 
     def _move(self, granted: GrantedWrite) -> None:
-        if _is_direct(granted.region):
+        theirs = granted.channel.pools.groups[granted.write.group]
+        if theirs.takes_directly(granted.region.page_parts):
             self._move_direct(granted)
         else:
             self._move_staged(granted)
 
     def _move_direct(self, granted: GrantedWrite) -> None:
-        size, write = granted.region.page_bytes, granted.write
-        theirs = granted.channel.pools.groups[write.group].ptr
+        write = granted.write
+        theirs = granted.channel.pools.groups[write.group].ptrs
         runs = coalesce(write.src_pages, write.dst_pages)
+        sources: list[int] = []
+        targets: list[int] = []
+        lengths: list[int] = []
+        for part, target in zip(granted.region.parts, theirs, strict=True):
+            sources += (part.ptr + runs.src * part.page_bytes).tolist()
+            targets += (target + runs.dst * part.page_bytes).tolist()
+            lengths += (runs.length * part.page_bytes).tolist()
         try:
-            self._engine.write(
-                granted.channel.pools.session,
-                (granted.region.ptr + runs.src * size).tolist(),
-                (theirs + runs.dst * size).tolist(),
-                (runs.length * size).tolist(),
-            )
+            self._engine.write(granted.channel.pools.session, sources, targets, lengths)
         except TransferError as error:
             raise Uncertain(str(error)) from None
 
@@ -346,9 +353,11 @@ def _register(engine: MooncakeEngine, regions: PoolRegion) -> None:
     """Let the engine at the pools that it moves pages from or to itself. The pages of the others go through
     staging buffers, so no peer of the engine can reach them."""
     for region in regions.values():
-        if _is_direct(region):
-            engine.register(region.ptr, region.nbytes)
+        if _is_large(region):
+            for part in region.parts:
+                engine.register(part.ptr, part.nbytes)
 
 
-def _is_direct(region: GroupRegion) -> bool:
-    return region.page_bytes >= _DIRECT_BYTES and region.has_address
+def _is_large(region: GroupRegion) -> bool:
+    """Whether pages, or the parts of them, are worth an entry each."""
+    return region.parts[0].page_bytes >= _DIRECT_BYTES

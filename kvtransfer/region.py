@@ -20,6 +20,7 @@ import torch
 from kvcache.device_memory import DeviceMemory, device_memory
 from kvcache.divided import SpreadKVCache
 from kvcache.memory import Memory
+from kvcache.page_parts import ONE_PART, PageParts
 from kvcache.page_runs import PageIds
 from kvcache.pool import KVCache
 from kvtransfer.copies import Copied, CopyQueue, CudaCopies, HostCopies, settle
@@ -49,12 +50,14 @@ class GroupRegion:
     `tensor` is the same memory as uint8 `[num_pages, page_bytes]` and keeps it alive. `fd` is what another
     process can map of it, from offset 0, when there is such a thing: a memfd, or what `memory` has exported.
     `copies` are there when the CPU cannot address it, `memory` when its device can share memory.
+    `page_parts` says how pages lie in the `parts`.
     """
 
     tensor: torch.Tensor
     fd: int | None = None
     copies: CopyQueue | None = None
     memory: DeviceMemory | None = None
+    page_parts: PageParts = ONE_PART
 
     def __post_init__(self) -> None:
         assert self.tensor.dtype == torch.uint8, "a region is bytes"
@@ -64,13 +67,12 @@ class GroupRegion:
     @property
     def ptr(self) -> int:
         """Address of page 0 (a device address when the tensor is on a device)."""
-        assert self.has_address, "its pages lie in several memories"
         return self.tensor.data_ptr()
 
     @property
-    def has_address(self) -> bool:
-        """Whether pages lie one after the other from `ptr` on."""
-        return True
+    def parts(self) -> tuple[GroupRegion, ...]:
+        """The memories that it lies in, each with a part of every page."""
+        return (self,)
 
     @property
     def num_pages(self) -> int:
@@ -179,14 +181,19 @@ class GroupRegion:
 
 @dataclass(frozen=True)
 class SpreadRegion(GroupRegion):
-    """A region whose pages lie in several memories. Backends that need one address, or a descriptor, do not
-    serve it. `tensor` is the first part."""
+    """A region whose pages lie in several memories. `tensor` is the first part, which no other one is read or
+    written through; `copies` put pages together there."""
 
     pool: SpreadKVCache = field(kw_only=True)
+    of_ranks: tuple[GroupRegion, ...] = field(kw_only=True)
 
     @property
-    def has_address(self) -> bool:
-        return False
+    def ptr(self) -> int:
+        raise AssertionError("its pages lie in several memories")
+
+    @property
+    def parts(self) -> tuple[GroupRegion, ...]:
+        return self.of_ranks
 
     @property
     def page_bytes(self) -> int:
@@ -211,18 +218,20 @@ PoolRegion = Mapping[str, GroupRegion]
 NO_REGIONS: PoolRegion = MappingProxyType({})
 
 
-def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
+def region_of(pool: torch.Tensor, fd: int | None = None, page_parts: PageParts = ONE_PART) -> GroupRegion:
     """The region of a pool's bytes `[num_pages, page_bytes]`, on the host or a CUDA device."""
     if pool.device.type == "cpu":
-        return GroupRegion(pool, fd)
-    return GroupRegion(pool, fd, CudaCopies(pool.device), device_memory(pool.device))
+        return GroupRegion(pool, fd, page_parts=page_parts)
+    return GroupRegion(pool, fd, CudaCopies(pool.device), device_memory(pool.device), page_parts)
 
 
-def _region_of_pool(pool: KVCache) -> GroupRegion:
-    if isinstance(pool, SpreadKVCache):
-        first = pool.parts[0].bytes
-        return SpreadRegion(first, copies=copies_of(first.device), pool=pool)
-    return region_of(pool.bytes, pool.fd)
+def pool_region(pool: KVCache) -> GroupRegion:
+    """The region of a pool, in one memory or several."""
+    if not isinstance(pool, SpreadKVCache):
+        return region_of(pool.bytes, pool.fd, pool.page_parts)
+    first, parts = pool.parts[0].bytes, tuple(region_of(part.bytes, part.fd) for part in pool.parts)
+    copies = parts[0].copies or copies_of(first.device)
+    return SpreadRegion(first, copies=copies, page_parts=pool.page_parts, pool=pool, of_ranks=parts)
 
 
 def copies_of(device: torch.device) -> CopyQueue:
@@ -232,7 +241,7 @@ def copies_of(device: torch.device) -> CopyQueue:
 
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
     """A worker's pools by group, without those that have no bytes (a full group without layers)."""
-    return {name: _region_of_pool(pool) for name, pool in memory.kv_caches.items() if pool.page_bytes}
+    return {name: pool_region(pool) for name, pool in memory.kv_caches.items() if pool.page_bytes}
 
 
 def arena_regions(memory: Memory) -> PoolRegion:

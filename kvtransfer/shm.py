@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from common.errors import ConfigError
+from common.errors import ConfigError, TransferError
 from kvcache.buffers import check_sealed
 from kvcache.page_runs import copy_pages
 from kvtransfer.channel import GrantedWrite
+from kvtransfer.frames import PoolInfo
 from kvtransfer.local import LocalReceiver, LocalSender
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import RoomTable
@@ -27,7 +29,10 @@ def possible(regions: PoolRegion) -> bool:
 
 
 def _is_shared(region: GroupRegion) -> bool:
-    return region.fd is not None and region.copies is None
+    """Pages may be in several memories, whole in each."""
+    return region.page_parts.ranges == 1 and all(
+        part.fd is not None and part.copies is None for part in region.parts
+    )
 
 
 class ShmReceiver(LocalReceiver):
@@ -66,14 +71,17 @@ class _Mapping:
 class ShmSender(LocalSender):
     """SenderTransport that stores straight into the receiver's pool."""
 
-    def _map(self, fd: int, nbytes: int) -> _Mapping:
-        return _Mapping(fd, nbytes)
+    def _map(self, region: GroupRegion, info: PoolInfo, fds: Sequence[int]) -> Iterator[_Mapping]:  # noqa: ARG002
+        if info.ranges != 1:
+            raise TransferError("no part of it has whole pages")
+        return (_Mapping(fd, info.page_bytes * info.num_pages) for fd in fds)
 
     def _move(self, granted: GrantedWrite) -> None:
-        region, write, mapping = granted.region, granted.write, self._target(granted)
+        region, write, pool = granted.region, granted.write, self._target(granted)
         done = 0
         with closing(region.to_host(write.src_pages)) as batches:
             for host in batches:
                 dst_pages = write.dst_pages[done : done + len(host.pages)]
-                copy_pages(host.ptr, host.pages, mapping.ptr, dst_pages, region.page_bytes)
+                for memory in pool.memories:
+                    copy_pages(host.ptr, host.pages, memory.ptr, dst_pages, region.page_bytes)
                 done += len(host.pages)

@@ -18,10 +18,10 @@ from common.errors import ConfigError, TransferError
 from common.ports import ANY_PORT, Ports, bind_free
 from kvtransfer.channel import Channel, GrantedWrite, PeerSender
 from kvtransfer.encryption import CIPHER
-from kvtransfer.frames import End, Ended, Granted
+from kvtransfer.frames import Begin, End, Ended, Granted
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
-from kvtransfer.region import GroupRegion, PoolRegion
+from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
@@ -51,10 +51,10 @@ class TcpReceiver(GrantingReceiver[None]):
     def _admit(self, stream: Stream) -> Iterator[None]:  # noqa: ARG002 - no state per peer
         yield None
 
-    def _interrupt(self, stream: Stream, region: GroupRegion) -> Callable[[], None]:  # noqa: ARG002
+    def _interrupt(self, stream: Stream, begin: Begin) -> Callable[[], None]:  # noqa: ARG002
         return lambda: hang_up(stream.sock)
 
-    def _see_through(self, stream: Stream, session: None, grant: Grant) -> None:  # noqa: ARG002
+    def _see_through(self, stream: Stream, session: None, begin: Begin, grant: Grant) -> None:  # noqa: ARG002
         with self._storing(grant):
             stream.send(Granted())
             self._receive(stream, grant)

@@ -189,11 +189,11 @@ def _pool(spec: GroupSpec) -> Any:
 
 
 def _regions(pools: Mapping[str, KVCache]) -> list[GroupRegion]:
-    return [
-        GroupRegion(pool.bytes, copies=CudaCopies(pool.bytes.device))
-        for pool in pools.values()
-        if pool.page_bytes
-    ]
+    return [_region(pool) for pool in pools.values() if pool.page_bytes]
+
+
+def _region(pool: KVCache) -> GroupRegion:
+    return GroupRegion(pool.bytes, copies=CudaCopies(pool.bytes.device))
 
 
 def _spread_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRegion]:
@@ -203,8 +203,9 @@ def _spread_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRe
         own = _pool(rank_spec(spec, group.size)), _pool(rank_spec(spec, group.size))
         whole = DividedKVCache(spec, own) if isinstance(spec, KVGroupSpec) else ReplicatedKVCache(spec, own)
         if whole.page_bytes:
-            first = whole.parts[0].bytes
-            regions.append(SpreadRegion(first, copies=CudaCopies(first.device), pool=whole))
+            parts = tuple(_region(part) for part in own)
+            first, copies = parts[0].tensor, parts[0].copies
+            regions.append(SpreadRegion(first, copies=copies, pool=whole, of_ranks=parts))
     return regions
 
 

@@ -17,6 +17,7 @@ import torch
 from kvcache.config import CacheConfig
 from kvcache.device_memory import DeviceError, DeviceMemory, allocate_exported, device_memory
 from kvcache.memory import build_memory
+from kvcache.page_parts import RowsCopy
 from tests.kvcache.support import SPEC
 from tests.support.cuda_record import read, recorded, recorded_version
 from tests.support.cuda_stand_in import FAR, GRANULARITY, HERE, NEAR, StandInDriver, stand_in_memory
@@ -39,7 +40,7 @@ def test_what_one_process_writes_the_other_reads() -> None:
         assert not os.get_inheritable(buffer.fd)
         mapping = peer.open(buffer.fd, SIZE)
         source = torch.arange(1, 101, dtype=torch.uint8)
-        peer.copy([(mapping.ptr + SIZE - 100, source.data_ptr(), 100)], stream=0)
+        peer.copy([RowsCopy(mapping.ptr + SIZE - 100, source.data_ptr(), 100, 1, 0, 0)], stream=0)
         assert buffer.tensor[-100:].tolist() == list(range(1, 101))
         mapping.close()
         mapping.close()
@@ -144,7 +145,7 @@ def test_every_thread_gets_the_context() -> None:
         try:
             memory.copy([], 0)
             source = torch.ones(8, dtype=torch.uint8)
-            memory.copy([(source.data_ptr(), source.data_ptr() + 4, 4)], 0)
+            memory.copy([RowsCopy(source.data_ptr(), source.data_ptr() + 4, 4, 1, 0, 0)], 0)
         except DeviceError as error:
             failed.append(error)
 

@@ -32,7 +32,7 @@ class LyingReceiver(ShmReceiver):
     """Says that its pool has more pages than it has, and grants them."""
 
     def _infos(self) -> dict[str, PoolInfo]:
-        return {"full": PoolInfo(PAGE_BYTES, self.pages, 0)}
+        return {"full": PoolInfo(PAGE_BYTES, self.pages)}
 
     pages = PAGES
 
@@ -84,6 +84,16 @@ def test_a_receiver_that_lies_about_its_pool_is_not_written_to(pages: int) -> No
 
     Liar.pages = pages
     with allocate_shared(PAGES * PAGE_BYTES) as buffer, pytest.raises(TransferError, match="announced"):
+        write_to(buffer.fd, Liar)
+
+
+@pytest.mark.parametrize(("ranges", "copies"), [(1, 2), (2, 1), (0, 1), (1, 0), (-1, -1), (1, 1 << 60)])
+def test_a_receiver_that_lies_about_parts_is_not_written_to(ranges: int, copies: int) -> None:
+    class Liar(LyingReceiver):
+        def _infos(self) -> dict[str, PoolInfo]:
+            return {"full": PoolInfo(PAGE_BYTES, PAGES, (), ranges, copies)}
+
+    with allocate_shared(PAGES * PAGE_BYTES) as buffer, pytest.raises(TransferError, match="cannot map"):
         write_to(buffer.fd, Liar)
 
 

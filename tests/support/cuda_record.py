@@ -19,11 +19,12 @@ FUNCTIONS = (
     "cuMemGetAllocationGranularity",
     "cuMemCreate", "cuMemRelease", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
     "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync",
+    "cuMemcpy2DAsync",
 )  # fmt: skip
-STRUCTURES = ("CUmemAllocationProp", "CUmemAccessDesc", "CUmemLocation", "CUuuid")
+STRUCTURES = ("CUmemAllocationProp", "CUmemAccessDesc", "CUmemLocation", "CUuuid", "CUDA_MEMCPY2D")
 ENUMS = (
     "CUmemAllocationType", "CUmemAllocationHandleType", "CUmemLocationType", "CUmemAccess_flags",
-    "CUmemAllocationGranularity_flags", "CUdevice_attribute", "CUresult",
+    "CUmemAllocationGranularity_flags", "CUdevice_attribute", "CUresult", "CUmemorytype",
 )  # fmt: skip
 LONG_ENUMS = {  # what is recorded of them
     "CUdevice_attribute": "VIRTUAL_MEMORY|POSIX|WITH_CUDA_VMM",

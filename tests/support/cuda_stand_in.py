@@ -55,6 +55,7 @@ class StandInDriver:
         self._handles: dict[int, int] = {}  # handle -> memory file
         self._reserved: dict[int, int] = {}
         self.mapped: dict[int, tuple[int, str]] = {}  # address -> bytes, UUID of the GPU that has them
+        self._reached_from: dict[int, int] = {}  # address -> ordinal of the GPU that has access
         self.failing: dict[str, str] = {}  # call -> name of the result
         self.calls: list[str] = []
         self._next = 1
@@ -91,6 +92,9 @@ class StandInDriver:
 
     def CUmemAccessDesc(self) -> Any:
         return _Structure("CUmemAccessDesc", location=_Structure("CUmemLocation"))
+
+    def CUDA_MEMCPY2D(self) -> Any:
+        return _Structure("CUDA_MEMCPY2D")
 
     # -- devices and contexts ----------------------------------------------------------------------
 
@@ -184,10 +188,20 @@ class StandInDriver:
         if mine != theirs and FAR in (mine, theirs):
             raise _Failure("CUDA_ERROR_INVALID_DEVICE")
         assert _libc.mprotect(ptr, size, _READ_WRITE) == 0
+        self._reached_from[ptr] = desc[0].location.id
 
     def cuMemcpyAsync(self, dst: int, src: int, ByteCount: int, hStream: int) -> None:
-        self._check_context()
+        self._check_access(dst, src)
         ctypes.memmove(dst, src, ByteCount)
+
+    def cuMemcpy2DAsync(self, pCopy: Any, hStream: int) -> None:
+        self._check_access(pCopy.dstDevice, pCopy.srcDevice)
+        types = {pCopy.dstMemoryType.name, pCopy.srcMemoryType.name}
+        self._check(types == {"CU_MEMORYTYPE_UNIFIED"})
+        self._check(0 < pCopy.WidthInBytes <= min(pCopy.dstPitch, pCopy.srcPitch))
+        for row in range(pCopy.Height):
+            target, source = pCopy.dstDevice + row * pCopy.dstPitch, pCopy.srcDevice + row * pCopy.srcPitch
+            ctypes.memmove(target, source, pCopy.WidthInBytes)
 
     # -- rules -------------------------------------------------------------------------------------
 
@@ -202,6 +216,14 @@ class StandInDriver:
 
     def _check_location(self, location: Any) -> None:
         self._check(location.type.name == "CU_MEM_LOCATION_TYPE_DEVICE" and location.id < len(self._devices))
+
+    def _check_access(self, *pointers: int) -> None:
+        """The thread's GPU may reach mapped memory only if access was set for it."""
+        self._check_context()
+        for pointer in pointers:
+            for ptr, (size, _) in self.mapped.items():
+                if ptr <= pointer < ptr + size:
+                    self._check(self._thread.context == f"context of {self._reached_from.get(ptr)}")
 
     def _check_context(self) -> None:
         if getattr(self._thread, "context", None) is None:

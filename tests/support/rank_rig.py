@@ -69,3 +69,23 @@ def spread_pool(
     if not isinstance(spec, KVGroupSpec):
         return ReplicatedKVCache(spec, pools)
     return DividedKVCache(spec, [pool for pool in pools if isinstance(pool, MHAKVCache)])
+
+
+def pool_in(parts: int, spec: GroupSpec, num_pages: int, page_size: int, device: str = "cpu") -> KVCache:
+    """A pool in one memory, or in as many as there are parts."""
+    if parts == 1:
+        return shared_pool(spec, num_pages, page_size, device)
+    return spread_pool(spec, parts, num_pages, page_size, device)
+
+
+def put_pages(pool: KVCache, ids: torch.Tensor, pages: torch.Tensor) -> None:
+    """Write whole pages, uint8 `[n, page_bytes]`."""
+    if isinstance(pool, SpreadKVCache):
+        pool.write(ids, pages)
+    else:
+        pool.bytes[ids] = pages
+
+
+def memories(pool: KVCache) -> list[torch.Tensor]:
+    """The bytes of each part."""
+    return [part.bytes for part in (pool.parts if isinstance(pool, SpreadKVCache) else [pool])]
