@@ -115,11 +115,12 @@ def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     probabilities are summed, not sorted: sorting a vocabulary of 150,000 takes longer than the model's last
     layer.
     """
-    probabilities = scores.softmax(-1)
+    weights = scores.exp().double()  # in float32 the sum of a long tail has an error of 1e-5
+    probabilities = weights / weights.sum()
     may_stay = torch.nonzero(probabilities > (1 - top_p) / len(scores))[:, 0]
     if not len(may_stay):  # happens only by rounding, in a uniform distribution with a top_p of about 0
         return scores.argmax()[None]
-    candidates = probabilities[may_stay].double()  # in float32 the sum of a long tail has an error of 1e-5
+    candidates = probabilities[may_stay]
     ordered, order = candidates.sort(stable=True)  # of equal ones the first are dropped
     dropped = 1 - candidates.sum() if len(may_stay) < len(scores) else 0.0
     kept = ordered.cumsum(-1) + dropped > 1 - top_p
