@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.covering import leave_out
+
 # No example has a time limit: on a busy machine any of them may take long. A test sees the same examples each
 # time, so that a change alone can make it fail; `make invariants` draws others.
 settings.register_profile("baton", deadline=None, derandomize=True)
@@ -22,6 +24,12 @@ def _own() -> list[str]:
     """The seeds that the oracle skipped, if it ran here: transformers is imported only then."""
     reference = sys.modules.get("tests.support.reference")
     return list(reference.REDRAWN) if reference is not None else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest leaves out what `-m` does not want."""
+    leave_out(items)
 
 
 def pytest_collection_finish() -> None:

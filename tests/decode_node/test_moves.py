@@ -28,6 +28,7 @@ def two() -> Iterator[TwoDecoders]:
         yield workers
 
 
+@pytest.mark.covering("invariants")
 @every_model
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 @pytest.mark.parametrize("overlap", [False, True])

@@ -135,6 +135,7 @@ def run_seed(seed: int, groups: tuple[str, ...], steps: int) -> None:
             raise
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 @pytest.mark.parametrize("seed", seeds(6, 12))
 def test_random_schedules_of_moves(seed: int, groups: tuple[str, ...]) -> None:

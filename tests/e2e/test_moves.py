@@ -77,7 +77,9 @@ def until_each_has(streams: list[Stream], tokens: int) -> None:
         threading.Event().wait(0.01)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "mooncake"])
+@pytest.mark.parametrize(
+    "backend", ["shm", *(pytest.param(other, marks=pytest.mark.invariants) for other in ("tcp", "mooncake"))]
+)
 def test_streams_of_a_worker_that_leaves_go_on_and_compute_nothing(
     tiny_model: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -116,7 +118,11 @@ def test_streams_of_a_worker_that_leaves_go_on_and_compute_nothing(
         running.settle()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", "deepseek_v3"]
+    + [pytest.param(other, marks=pytest.mark.oracle_full) for other in ("qwen3", "gemma3_text")],
+)
 def test_a_stream_that_moves_twice_equals_transformers(tmp_path: Path, family: str) -> None:
     """Full attention, windows, states, latents: two of three workers leave, the stream being there."""
     prompt = prompts(1, seed=4)[0]

@@ -57,11 +57,8 @@ def cases_of_ranks() -> list[Case]:
     """A stack with workers of several ranks for each family that they compute."""
     cases = []
     for i, family in enumerate(one for one in EVERY if one != "lfm2"):
-        path = PATHS[i % 4]
-        if path == "shm" and family in (*LATENT, *HYBRID):
-            path = "tcp"  # latents and states are in memory of each rank, which nobody else maps
         size, chunk = (1, 16)[i % 2], (20, None)[i // 2 % 2]
-        cases.append(Case(family, size, chunk, path, i // 4 % 2, tp_sizes=TP_SIZES[i % 3]))
+        cases.append(Case(family, size, chunk, PATHS[i % 4], i // 4 % 2, tp_sizes=TP_SIZES[i % 3]))
     return cases
 
 
@@ -97,8 +94,8 @@ SUBSET = [
     Case("qwen3_5_moe_text", 64, 20, "tcp"),
     Case("falcon_h1", 64, None, "colocated"),
     Case("lfm2", 16, 56, "tcp"),
-    Case("qwen3", 16, 20, "shm", overlap=1, tp_sizes=(2, 1)),
-    Case("qwen3_next", 16, 20, "tcp", tp_sizes=(1, 2)),
+    Case("qwen3", 16, 20, "tcp", overlap=1, tp_sizes=(2, 1)),
+    Case("qwen3_next", 16, 20, "shm", tp_sizes=(1, 2)),
 ]
 
 

@@ -119,6 +119,7 @@ def served(
         yield Front(running), prompts, answers
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["tcp", "shm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_worker_computes_only_what_the_first_did_not(
@@ -169,6 +170,7 @@ def test_a_holder_that_stops_or_dies_in_the_middle_of_its_write(
 DOCUMENTS, TIMES, SPREAD = 9, 5, 5.0
 
 
+@pytest.mark.invariants
 def test_a_stack_that_takes_turns_computes_less_with_fetches(tmp_path: Path) -> None:
     """The router names the sources. The pool of each worker holds a third of the documents."""
     asked = prompts(DOCUMENTS, TIMES, SPREAD)

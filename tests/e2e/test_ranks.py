@@ -33,7 +33,7 @@ def kill_worker(worker: Child, rank: int) -> None:
     worker.kill()
 
 
-@pytest.mark.parametrize("kill", [kill_rank, kill_worker])
+@pytest.mark.parametrize("kill", [kill_rank, pytest.param(kill_worker, marks=pytest.mark.invariants)])
 def test_a_worker_dies_with_its_ranks_and_its_streams_go_on(
     kill: Callable[[Child, int], None], tmp_path: Path
 ) -> None:

@@ -204,6 +204,7 @@ def test_another_router_goes_on_with_every_stream(tiny_model: Path, tmp_path: Pa
         running.stack.settle()
 
 
+@pytest.mark.invariants
 def test_after_the_grace_the_rooms_are_gone_and_are_computed_again(tiny_model: Path, tmp_path: Path) -> None:
     with scene(tiny_model, tmp_path, grace_s=2.0) as running:
         had = break_streams(running, REQUESTS)
@@ -214,6 +215,7 @@ def test_after_the_grace_the_rooms_are_gone_and_are_computed_again(tiny_model: P
         running.stack.settle()
 
 
+@pytest.mark.invariants
 def test_rooms_that_are_moving_go_on(tiny_model: Path, tmp_path: Path) -> None:
     """One of two decode workers leaves, and its rooms are on their way when the router dies."""
     with scene(tiny_model, tmp_path, grace_s=15.0) as running:

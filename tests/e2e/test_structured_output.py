@@ -60,7 +60,7 @@ def colocated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         running.settle()
 
 
-@pytest.fixture(scope="module", params=list(PATHS))
+@pytest.fixture(scope="module", params=[pytest.param("shm", marks=pytest.mark.invariants), "overlap"])
 def split(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
@@ -126,6 +126,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_prefill_and_decode_apart_answer_as_one_worker(
@@ -237,7 +238,13 @@ def streams(running: Stack, bodies: list[dict[str, Any]], pool: ThreadPoolExecut
     return [pool.submit(one, body) for body in bodies]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["restarted", "moved"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="restarted", marks=pytest.mark.invariants),
+        pytest.param(signal.SIGTERM, id="moved"),
+    ],
+)
 def test_an_output_goes_on_elsewhere_where_its_grammar_was(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -84,7 +84,11 @@ def six_turns(family: str, tmp_path: Path, **options: Any) -> None:
             assert read > 0, "it has not read what the other one computed"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "qwen3_next"]
+    + [pytest.param(other, marks=pytest.mark.oracle_full) for other in ("gemma3_text", "deepseek_v3")],
+)
 def test_prompts_that_wait_are_sent_from_the_host(family: str, tmp_path: Path) -> None:
     """One prefill worker, whose device holds half of the prompts, and two decode workers in turn."""
     draw = random.Random(7)

@@ -47,6 +47,7 @@ def logits_of(runner: ModelRunner, chunk: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

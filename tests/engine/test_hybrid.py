@@ -49,6 +49,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     return cache(lambda family: draw_model(family, directory, 0, PROMPTS, TOKENS))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize(
     ("chunk", "stagger"),

@@ -54,6 +54,7 @@ def fork(driver: Driver, prompt: list[int], of: Lane, at: int, state: int) -> La
     return lane
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("chunk", [1 << 20, 1, 3])
 def test_forks_read_one_saved_state_and_leave_it_alone(family: str, chunk: int, drawn: Drawn) -> None:
@@ -176,6 +177,7 @@ def run_spoilt(path: Path, spoil: Spoil, when: int) -> list[list[int]]:
     return [lane.outputs for lane in lanes]
 
 
+@pytest.mark.covering
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("when", [len(PROMPT), len(PROMPT) + 4], ids=["prefill", "decode"])

@@ -38,6 +38,7 @@ LONG = [_random.randrange(256) for _ in range(400)]
 VARIANTS = ("deepseek_v2", "deepseek_v2_lora", "deepseek_v3", "deepseek_v3_halves")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize(

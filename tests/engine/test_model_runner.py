@@ -26,6 +26,7 @@ def generated(
     return [lane.outputs for lane in lanes]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize(
     ("page_size", "chunk", "stagger"),

@@ -85,6 +85,7 @@ def test_a_chunk_that_samples_nothing_fails_too(drawn: Drawn) -> None:
     assert len(result.tokens) == 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "torch"), ("float32", "auto"), ("bfloat16", "auto")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_in_unwritten_memory_changes_nothing(

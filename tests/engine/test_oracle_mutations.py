@@ -93,6 +93,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, path, answers
 
 
+@pytest.mark.covering
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("spoil", "right"),

@@ -98,6 +98,7 @@ def last_logits(runner: ModelRunner, pools: dict[str, Any], ids: list[int], chun
     return logits[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize("family", sorted(BORDER))
 def test_the_windows_border_is_transformers(family: str, attention: str, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def test_the_windows_border_is_transformers(family: str, attention: str, tmp_pat
             assert (seen - same).abs().max() > 1e-2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "stagger"),

@@ -135,6 +135,7 @@ def run(driver: Driver) -> list[list[int]]:
     return [lane.outputs for lane in lanes]
 
 
+@pytest.mark.covering
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("spoil", "right"),
@@ -157,6 +158,7 @@ def test_oracle_sees_a_wrong_window_page(spoil: Spoil, right: bool, drawn: Drawn
     assert second == answers[1]
 
 
+@pytest.mark.covering
 @pytest.mark.oracle
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize("wider", [-1, 1])

@@ -55,6 +55,7 @@ def settled(both: Pair) -> None:
         assert held(worker) == {}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_
         assert stored[0] < stored[1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("split", [True, False], ids=["apart", "colocated"])
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)

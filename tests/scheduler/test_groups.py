@@ -30,6 +30,7 @@ def _pages(tokens: int, page_size: int) -> int:
 # -- what a request holds ------------------------------------------------------------------------------
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("cache", ["radix", "none"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("page_size", "window"), [(1, 40), (16, 40), (16, 33), (16, 5), (4, 64)])
@@ -151,6 +152,7 @@ def test_forwards_end_where_a_state_is_wanted(chunk: int | None) -> None:
 # -- short of memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("groups", HYBRID, ids="+".join)
@@ -164,6 +166,7 @@ def test_the_least_memory_serves_everybody(groups: tuple[str, ...], page_size: i
     rig.close()
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("groups", HYBRID, ids="+".join)
@@ -274,6 +277,7 @@ def test_a_reservation_names_what_each_group_lacks(groups: tuple[str, ...]) -> N
     decode.close()
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("length", [96, 100])
 @pytest.mark.parametrize("page_size", [1, 16])

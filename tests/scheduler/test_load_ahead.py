@@ -231,6 +231,7 @@ def test_aborted_loads_give_their_pages_back() -> None:
     rig.close()
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 def test_small_pools_and_moves_in_any_order(groups: tuple[str, ...], seed: int) -> None:

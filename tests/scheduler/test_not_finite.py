@@ -33,6 +33,7 @@ def go_bad(rig: Rig, req: Req) -> None:
     rig.engine.bad_rows.add(req.req_pool_idx)
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(("depth", "overlap"), OVERLAPS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 6, 20])

@@ -79,6 +79,7 @@ def _play(
     return rig
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("aborts", [False, True], ids=["calm", "aborts"])
 @pytest.mark.parametrize("depth", [0, 1])
@@ -88,6 +89,7 @@ def test_tokens_equal_the_oracle(page_size: int, depth: int, aborts: bool, block
         _play(seed, page_size, depth, aborts)
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.invariants)])
 @pytest.mark.parametrize("cache", ["radix", "none"])
 @pytest.mark.parametrize("depth", [0, 1])

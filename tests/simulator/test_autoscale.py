@@ -43,7 +43,7 @@ def test_a_fleet_that_grows_and_shrinks_loses_no_request(policy: str) -> None:
     assert all(one.attempts == 1 or one.rejected for one in simulation.requests), "drains restart nothing"
 
 
-@pytest.mark.parametrize("workers", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [8, pytest.param(64, marks=pytest.mark.invariants)])
 def test_roles_switch_and_caches_stay(workers: int) -> None:
     given = {"prefill": workers // 2, "decode": workers // 2, "speed": workers / 8}
     given |= {"scaling": {"switch_roles": True}, "admission": {"max_in_flight": 100_000}}

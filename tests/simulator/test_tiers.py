@@ -92,6 +92,7 @@ def test_a_slow_network_fetches_nothing_that_is_computed_sooner() -> None:
     assert summary(slow).fetched_rate == 0.0
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("policy", ["kv", "round-robin"])
 @pytest.mark.parametrize("schedule", ["prefill-first", "decode-first", "mixed"])
 @pytest.mark.parametrize("prefill", [0, 3])

@@ -65,6 +65,7 @@ def test_every_format_has_a_case() -> None:
     assert {form for _, form in CASES} == set(FORMATS)
 
 
+@pytest.mark.covering
 @both_ways
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_what_the_format_defines(family: str, form: str, dtype: str, directory: Path) -> None:

@@ -168,6 +168,7 @@ def transformers_logits(path: Path, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].float()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1000, 7])  # many rows, which threads round together, and few
 @pytest.mark.parametrize("family", DENSE)
 def test_logits_are_within_the_bounds(family, chunk, isa, tmp_path):

@@ -114,6 +114,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
 @pytest.mark.parametrize("form", FORMATS)

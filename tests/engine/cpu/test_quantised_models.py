@@ -75,6 +75,7 @@ def logits_of(runner, chunks):
 CHUNKS = {"whole": [90], "chunks": [7, 16, 41, 26], "decode": [60, *[1] * 30]}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", FORMATS)
@@ -107,6 +108,7 @@ def test_the_fused_decoder_runs_over_a_quantised_pool(form, tmp_path):
     assert same.float().mean() > 0.9, "it stored other values"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_loaded_model_has_the_bytes_per_token_of_its_dtype(form, family, tmp_path):
@@ -137,6 +139,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v2"])
 @pytest.mark.parametrize("form", FORMATS)

@@ -97,6 +97,7 @@ def check_tokens(path: Path, own: bool) -> None:
     assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
 def test_tokens_in_float32_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
     check_tokens(make_wide(family, tmp_path, 5), own)
@@ -114,6 +115,7 @@ def test_so_they_do_with_biases(own: bool, tmp_path: Path) -> None:
     check_tokens(tmp_path, own)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
 def test_tokens_of_two_ranks_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
     """Each with the fused decoder over its part, in recorded steps, too."""

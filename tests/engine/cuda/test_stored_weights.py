@@ -188,6 +188,7 @@ def is_mixture(family: str) -> bool:
     return "moe" in family or family in ("mixtral", "deepseek_v3", "gpt_oss")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("with_flashinfer", [True, False])
 @pytest.mark.parametrize(
     ("family", "form", "kept"),

@@ -115,6 +115,7 @@ def is_right(name: str, arguments: str) -> bool:
     )
 
 
+@pytest.mark.covering("invariants")
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("prompt_end", ["", "<think>\n", "</think>\n\n"])
 @pytest.mark.parametrize("name", ["none", *WITH_SYNTAX])
