@@ -36,6 +36,7 @@ from engine.module_replacements import (
     takes_stored_weights,
 )
 from engine.parallel.group import RankGroup
+from engine.parallel.head import divide_head
 from engine.parallel.shard import Shard
 from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
@@ -91,6 +92,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     model = _read(config, hf_config, dtype, local, shard, samples, is_text_part=hf_config is not whole)
     if group is not None:
         put_sums(model, group)
+        divide_head(model, group)
     move_parameters(model, torch.device(config.device))
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)

@@ -8,7 +8,7 @@ result is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from engine.paged_layers import PagedLayers
 from engine.pooled_prompts import by_sequence, pool_prompts
 from engine.ranks.ranks import Ranks
 from engine.sampler import Sampled, Sampler, read_argmax
-from engine.scored_prompts import read_scores, score_prompts
+from engine.scored_prompts import read_scores, score_prompts, scored_tokens
 from engine.states import PackedStates
 from kvcache.pool import KVCache
 
@@ -137,9 +137,9 @@ class ModelRunner:
         recording = self._last_tokens.placeholders_on_failure(batch)
         forward = self.forward
         with torch.inference_mode(), forward.current_device(), forward.threads_for(batch), recording:
-            replayed = self._replayed(batch)
-            if replayed is None:
+            if self._graphs is None or not self._graphs.computes(batch):
                 return self._sampled(batch, *self._computed(batch))
+            replayed, scores = self._replayed(batch, self._graphs)
             outputs, n = replayed.outputs, len(batch.sampled)
             plain = not (batch.scored or batch.pooled) and self._sampler.takes_argmax(batch.sampling.states)
             if plain:
@@ -149,7 +149,7 @@ class ModelRunner:
                 Argmax(outputs.tokens[:n], outputs.logits_are_finite[:n]), outputs.hidden_is_finite[:n]
             )
             positions = replayed.inputs.output_positions[:n]
-            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, found)
+            return self._sampled(batch, outputs.hidden[:n], outputs.logits[:n], positions, scores, found)
 
     def _read_argmax(self, batch: ForwardBatch, summary: FetchedTensor) -> Read:
         """The result of a recorded step of which only the argmax is wanted: the graph has kept the tokens."""
@@ -167,16 +167,16 @@ class ModelRunner:
         hidden: torch.Tensor,
         logits: torch.Tensor,
         positions: torch.Tensor,
+        scores: torch.Tensor | None,
         found: StepFindings | None = None,
     ) -> Read:
-        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab]; `found` is
-        what is known of them already."""
+        """Sample, and fetch what the host wants to know. hidden [T, hidden], logits [N, vocab], scores as of
+        score_prompts; `found` is what is known of them already."""
         best, is_finite = (None, finite_rows(hidden)) if found is None else found
         finite = FetchedTensor(is_finite, is_reused=found is not None)
         sample = self._sampler.sample(logits, batch.sampling, positions, best)
         self._last_tokens.record(batch, sample.tokens)
         packed = FetchedTensor(sample.packed)
-        scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
         fetched = None if scores is None else FetchedTensor(scores)
         sums = FetchedTensor(pool_prompts(batch, hidden)) if batch.pooled else None
 
@@ -194,34 +194,46 @@ class ModelRunner:
         return upload(array, self._device)
 
     @contextmanager
-    def _all_ranks_or_none(self, batch: ForwardBatch) -> Iterator[None]:
-        """Around this rank's part of a forward, which the others are told to compute. One that fails on one
-        of several ranks leaves the others waiting for it: nothing can be computed any more."""
+    def _all_ranks_or_none(
+        self, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]
+    ) -> Iterator[None]:
+        """Around this rank's part of a forward and of the head's calls for these tokens of the pack, which
+        the others are told to compute. One that fails on one of several ranks leaves the others waiting for
+        it: nothing can be computed any more."""
         if self._ranks is None:
             yield
             return
-        self._ranks.compute(batch)
+        self._ranks.compute(batch, heads)
         try:
             yield
         except Exception as error:
             raise DeviceLost(f"the ranks are out of step: {type(error).__name__}: {error}") from error
 
-    def _replayed(self, batch: ForwardBatch) -> Replayed[Outputs] | None:
-        """What the graph of the batch's size computes; None if there is none."""
-        if self._graphs is None or not self._graphs.computes(batch):
-            return None
+    def _replayed(
+        self, batch: ForwardBatch, graphs: DecodeGraphs[Outputs]
+    ) -> tuple[Replayed[Outputs], torch.Tensor | None]:
+        """What the graph of the batch's size computes, and the scores of prompts."""
         self._last_tokens.check(batch)
-        with self._all_ranks_or_none(batch):
-            return self._graphs.run(batch)
+        with self._all_ranks_or_none(batch, scored_tokens(batch)):
+            replayed = graphs.run(batch)
+            return replayed, self._scores(batch, replayed.outputs.hidden)
 
-    def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(hidden [T, hidden], logits of the sampled sequences [N, vocab], their output positions [N])"""
-        hidden = self._hidden(batch)
+    def _computed(
+        self, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(hidden [T, hidden], logits of the sampled sequences [N, vocab], their output positions [N], scores
+        of prompts)"""
+        ids = self._last_tokens.resolve(batch)
         ends = batch.starts()[1:][batch.sampled] - 1
-        last = hidden
-        if not np.array_equal(ends, np.arange(len(hidden))):  # in a decode step each token is sampled from
-            last = hidden[upload(ends, self._device)]
-        return hidden, self._lm_head(last), upload(batch.sampling.positions, self._device)
+        with self._all_ranks_or_none(batch, [ends, *scored_tokens(batch)]):
+            last = hidden = self._hidden(batch, ids)
+            if not np.array_equal(ends, np.arange(len(hidden))):  # a decode step samples from each token
+                last = hidden[upload(ends, self._device)]
+            logits, scores = self._lm_head(last), self._scores(batch, hidden)
+        return hidden, logits, upload(batch.sampling.positions, self._device), scores
+
+    def _scores(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+        return score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
         """A decode step over fixed addresses; recorded. The best token of each row is kept as its last one;
@@ -243,17 +255,18 @@ class ModelRunner:
         """
         with self.forward.current_device():
             every = tuple(PooledPrompt(sequence, 0) for sequence in range(len(batch.q_lens)))
-            hidden = self._hidden(replace(batch, pooled=every))
-            logits: torch.Tensor = self._lm_head(hidden[upload(places, self._device)])
+            whole = replace(batch, pooled=every)
+            ids = self._last_tokens.resolve(batch)
+            with self._all_ranks_or_none(whole, [places]):
+                hidden = self._hidden(whole, ids)
+                logits: torch.Tensor = self._lm_head(hidden[upload(places, self._device)])
         return logits
 
-    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
-        input_ids = self._last_tokens.resolve(batch)
-        with self._all_ranks_or_none(batch):
-            if self._ranks is not None:
-                self._ranks.group.share(input_ids)
-            return self.forward.of_batch(batch, input_ids)
+    def _hidden(self, batch: ForwardBatch, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the last layer says of each new token, [T, hidden]."""
+        if self._ranks is not None:
+            self._ranks.group.share(input_ids)
+        return self.forward.of_batch(batch, input_ids)
 
 
 def _failures(

@@ -45,6 +45,16 @@ def score_prompts(
     return torch.cat(parts) if parts else None
 
 
+def scored_tokens(batch: ForwardBatch) -> list[npt.NDArray[np.int64]]:
+    """The tokens of the pack that `score_prompts` gives to the head, call by call."""
+    starts = batch.starts()
+    return [
+        np.arange(starts[scored.sequence] + at, starts[scored.sequence] + end, dtype=np.int64)
+        for scored in batch.scored
+        for at, end in _blocks(len(scored.targets))
+    ]
+
+
 def read_scores(
     batch: ForwardBatch, packed: npt.NDArray[np.int32], vocab_size: int
 ) -> dict[int, list[TokenLogprobs]]:

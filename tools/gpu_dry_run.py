@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 import kvtransfer.region
@@ -29,6 +31,7 @@ from engine.cuda import triton_kernels
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
+from engine.parallel.group import side_by_side
 from engine.ranks.messages import Compute, LoadPart
 from engine.ranks.rank import ModelPart
 from engine.runner import ModelRunner
@@ -88,6 +91,9 @@ class OneOfTwo:
     def share(self, values: torch.Tensor) -> None:
         values.add_(0)
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return side_by_side(part.expand(self.size, *part.shape))
+
     def close(self) -> None:
         """Nobody is there."""
 
@@ -98,8 +104,8 @@ class DeafRanks:
     def __init__(self, group: OneOfTwo) -> None:
         self.group = group
 
-    def compute(self, batch: ForwardBatch) -> None:
-        Compute.of(batch)
+    def compute(self, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]) -> None:
+        Compute.of(batch, heads)
 
     def record_decode(self, limits: DecodeLimits) -> None:
         """Nobody records."""
@@ -119,7 +125,8 @@ class RankEngine:
         self._rank = rank
 
     def issue(self, batch: ForwardBatch) -> None:
-        self._rank.compute(Compute.of(batch))
+        ends = batch.starts()[1:][batch.sampled] - 1
+        self._rank.compute(Compute.of(batch, [ends]))
 
 
 def make_model(name: str, directory: Path) -> Path:

@@ -28,6 +28,10 @@ class RankGroup(Protocol):
         """Overwrite the values of every rank with those of rank 0."""
         ...
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """[N, columns of this rank] -> [N, columns of all ranks], in the order of the ranks."""
+        ...
+
     def close(self) -> None:
         """Part from the others. Idempotent."""
         ...
@@ -70,6 +74,16 @@ class SharedMemoryGroup:
             part = flat[first : first + step]
             part.copy_(self._exchanged(part)[0])
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        flat = part.reshape(-1)
+        parts = flat.new_empty(self.size, len(flat))
+        step = _SLOT_BYTES // part.element_size()
+        for first in range(0, len(flat), step):
+            slots = self._exchanged(flat[first : first + step])
+            for rank, slot in enumerate(slots):
+                parts[rank, first : first + step] = slot
+        return side_by_side(parts.view(self.size, *part.shape))
+
     def close(self) -> None:
         for other in self._others:
             other.close()
@@ -93,6 +107,11 @@ class SharedMemoryGroup:
         if not self.rank:
             for other in self._others:
                 other.sendall(b"\0")
+
+
+def side_by_side(parts: torch.Tensor) -> torch.Tensor:
+    """[size, N, columns] -> [N, size x columns]."""
+    return parts.transpose(0, 1).flatten(1)
 
 
 def memory_bytes(size: int) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from engine.parallel.group import side_by_side
+
 _LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}  # only to meet: between GPUs of a host values go by NVLink or PCIe
 _TIMEOUT_S = 1800.0  # FlashInfer may compile kernels on one rank while another waits
 
@@ -38,6 +40,12 @@ class NcclGroup:
 
     def share(self, values: torch.Tensor) -> None:
         distributed.broadcast(values, 0)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        parts = part.new_empty(self.size, *part.shape)
+        if part.numel():
+            distributed.all_gather_into_tensor(parts, part.contiguous())
+        return side_by_side(parts)
 
     def close(self) -> None:
         """Nothing: NCCL ends a communicator together with the other ranks, and these have ended."""

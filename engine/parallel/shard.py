@@ -3,9 +3,10 @@
 Heads and the inner width of MLPs are divided among the ranks, as in Megatron-LM (Shoeybi et al., 2019): the
 projections into them by outputs, those out of them by inputs. So a part is the same model with fewer heads
 and narrower MLPs. What its attention and its MLPs return are summands, and a sum over the ranks follows each
-(engine/parallel/sums.py). The rest is whole in every rank: embedding, norms, routers of mixtures, projections
-into and out of latents, and layers of linear attention or Mamba, which every rank computes. Of fewer KV heads
-than ranks, each belongs to several ranks.
+(engine/parallel/sums.py). The projection onto the vocabulary is divided by tokens (engine/parallel/head.py).
+The rest is whole in every rank: embedding, norms, routers of mixtures, projections into and out of latents,
+and layers of linear attention or Mamba, which every rank computes. Of fewer KV heads than ranks, each belongs
+to several ranks.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ CannotStart, and ends then. It ends when rank 0 hangs up. Pages are not sent: al
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from socket import SO_SNDTIMEO, SOL_SOCKET, recv_fds, send_fds, socket
 from typing import Self
@@ -72,7 +73,9 @@ class States(msgspec.Struct, frozen=True, array_like=True):
 
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
     """A ForwardBatch without what only rank 0 needs: its tokens, which are shared when they are known, and
-    what is done with hidden states. `read`: the sequences of which all hidden states are read."""
+    what is done with hidden states. `read`: the sequences of which all hidden states are read. `heads`: the
+    tokens of the pack that go through the head after the forward, in so many calls; those of a recorded step
+    are not named."""
 
     positions: bytes
     out_slots: bytes
@@ -84,9 +87,10 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
     read: list[int]
     window: Window | None
     states: States | None
+    heads: list[bytes]
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> Self:
+    def of(cls, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]) -> Self:
         """For the other ranks."""
         window, states = batch.window, batch.state
         return cls(
@@ -100,6 +104,7 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
             read=[*(one.sequence for one in batch.scored), *(one.sequence for one in batch.pooled)],
             window=Window(window.page_table.tobytes(), window.out_slots.tobytes()) if window else None,
             states=States(states.reads.tobytes(), states.writes.tobytes()) if states else None,
+            heads=[tokens.tobytes() for tokens in heads],
         )
 
     def batch(self) -> ForwardBatch:
@@ -124,6 +129,10 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
             state=StateSlots(_int32(states.reads), _int32(states.writes)) if states else None,
             pooled=tuple(PooledPrompt(sequence, 0) for sequence in self.read),
         )
+
+    def head_calls(self) -> list[npt.NDArray[np.int64]]:
+        """The tokens of each call."""
+        return [_int64(tokens) for tokens in self.heads]
 
 
 def _int32(data: bytes) -> npt.NDArray[np.int32]:

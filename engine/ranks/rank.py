@@ -10,11 +10,13 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from engine.device_copies import upload
 from engine.forward import ModelForward
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Recorder, StepInputs
 from engine.loader import LoadedModel, load_model
 from engine.paged_layers import PagedLayers
 from engine.parallel.group import RankGroup, SharedMemoryGroup, memory_bytes
+from engine.parallel.head import is_divided_head
 from engine.parallel.nccl import NcclGroup
 from engine.ranks.messages import (
     Compute,
@@ -45,6 +47,8 @@ class ModelPart:
     ) -> None:
         self.forward = ModelForward(loaded, pools, load.config)
         self._group = group
+        head = loaded.model.lm_head
+        self._head = head if is_divided_head(head) else None
         self._graphs: DecodeGraphs[PartOutputs] | None = None
 
     def record_decode(self, limits: DecodeLimits, recorder: Recorder) -> None:
@@ -61,15 +65,21 @@ class ModelPart:
         batch, forward = order.batch(), self.forward
         with torch.inference_mode(), forward.current_device(), forward.threads_for(batch):
             if self._graphs is not None and self._graphs.computes(batch):
-                self._graphs.run(batch)
-                return
-            ids = torch.empty(len(batch.positions), dtype=torch.int64, device=forward.device)
-            self._group.share(ids)
-            forward.of_batch(batch, ids)
+                hidden = self._graphs.run(batch).outputs.hidden
+            else:
+                ids = torch.empty(len(batch.positions), dtype=torch.int64, device=forward.device)
+                self._group.share(ids)
+                hidden = forward.of_batch(batch, ids)
+            if self._head is not None:
+                for tokens in order.head_calls():
+                    self._head(hidden[upload(tokens, forward.device)])
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> PartOutputs:
         self._group.share(inputs.input_ids)
-        return PartOutputs(self.forward.of_inputs(inputs.input_ids, inputs.positions, layers, states))
+        hidden = self.forward.of_inputs(inputs.input_ids, inputs.positions, layers, states)
+        if self._head is not None:
+            self._head(hidden)
+        return PartOutputs(hidden)
 
 
 def serve(orders: RankSocket) -> NoReturn:

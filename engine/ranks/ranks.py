@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
@@ -108,10 +110,11 @@ class Ranks:
         self._ask(GiveBack())
         self._answers(_POOLS_S)
 
-    def compute(self, batch: ForwardBatch) -> None:
-        """Have them compute the batch. This rank must compute it next, and share its input ids before that;
-        in a recorded step the record does. Raises DeviceLost if one has ended."""
-        order = Compute.of(batch)
+    def compute(self, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Have them compute the batch, and then the head of these tokens, call by call. This rank must do so
+        next, and share its input ids before that; in a recorded step the record does. Raises DeviceLost if
+        one has ended."""
+        order = Compute.of(batch, heads)
         for rank in self._others:
             rank.tell(order)
 

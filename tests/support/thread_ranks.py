@@ -5,8 +5,11 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.batch import ForwardBatch
 from engine.graphs import DecodeLimits
@@ -40,8 +43,8 @@ class ThreadRanks:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def compute(self, batch: ForwardBatch) -> None:
-        order = Compute.of(batch)
+    def compute(self, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]) -> None:
+        order = Compute.of(batch, heads)
         self._told.put(lambda: self._rank.compute(order))
 
     def record_decode(self, limits: DecodeLimits) -> None:

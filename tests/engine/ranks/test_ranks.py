@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
+from engine.batch import ScoredPrompt
 from engine.config import EngineConfig
 from engine.errors import DeviceLost
 from engine.loader import check_divisible, load_model
+from engine.parallel.head import is_divided_head
 from engine.parallel.shard import FAMILIES as DIVIDED
 from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
@@ -24,10 +27,11 @@ from kvcache.pool import MHAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.children import children_of
-from tests.support.driver import Driver
+from tests.support.driver import Driver, open_pools
 from tests.support.quantised_checkpoints import write
 from tests.support.rank_rig import TIMEOUT_S, open_ranks
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from wire.request import TokenLogprobs
 
 PAGE, PAGES = 16, 40
 CHOSEN = ("qwen3_next",)
@@ -72,6 +76,33 @@ def check_tokens(path: Path, expected: list[list[int]], size: int = 2, **options
         lanes = [driver.add(prompt) for prompt in PROMPTS]
         driver.generate(lanes, 64, chunk=7, stagger=9)
     assert [lane.outputs for lane in lanes] == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gemma2", marks=pytest.mark.oracle_full)])
+def test_the_tokens_of_a_prompt_are_scored_as_by_one_rank(family: str, tmp_path: Path) -> None:
+    """Through a head that all ranks have a part of: tied, with capped logits, more positions than it takes at
+    once, beside a sequence that is sampled."""
+    path = make_tiny(family, tmp_path, 0)
+    prompt = np.random.default_rng(3).integers(0, 256, 130)
+
+    def scores(runner: ModelRunner) -> list[TokenLogprobs]:
+        driver = Driver(runner, PAGES, PAGE)
+        lanes = [driver.add(prompt.tolist()), driver.add(PROMPTS[0])]
+        batch = driver.batch([(lane, lane.prompt_len) for lane in lanes])
+        scored = (ScoredPrompt(0, prompt[1:], 3),)
+        found: list[TokenLogprobs] = runner.issue(replace(batch, scored=scored))().scored[0]
+        return found
+
+    with open_ranks(path, 2, PAGE, PAGES) as (runner, _):
+        assert is_divided_head(runner._lm_head)
+        got = scores(runner)
+    alone, pools = open_pools(path, PAGE, PAGES)
+    want = scores(alone)
+    assert len(got) == len(want) == 129
+    for one, other in zip(got, want, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    del pools
 
 
 @pytest.mark.parametrize(
