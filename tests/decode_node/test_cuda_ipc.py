@@ -10,6 +10,7 @@ import torch
 
 from decode_node.worker import DecodeWorker
 from kvcache.device_memory import ExportedBuffer
+from kvcache.page_parts import ONE_PART, PageParts
 from kvtransfer.region import GroupRegion
 from prefill_node.worker import PrefillWorker
 from tests.kvtransfer.stand_in_copies import StandInCopies
@@ -40,8 +41,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def allocate(nbytes: int) -> ExportedBuffer:
         return stand_in_memory(drivers[-1]).allocate(nbytes)
 
-    def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
-        return GroupRegion(pool, fd, StandInCopies(late=True), stand_in_memory(drivers[-1]))
+    def region_of(pool: torch.Tensor, fd: int | None = None, parts: PageParts = ONE_PART) -> GroupRegion:
+        return GroupRegion(pool, fd, StandInCopies(late=True), stand_in_memory(drivers[-1]), parts)
 
     monkeypatch.setattr("tests.support.hand_off.PrefillWorker", opening(PrefillWorker, PREFILL))
     monkeypatch.setattr("tests.support.hand_off.DecodeWorker", opening(DecodeWorker, DECODE))
