@@ -92,9 +92,10 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     model = _read(config, hf_config, dtype, local, shard, samples, is_text_part=hf_config is not whole)
     if group is not None:
         put_sums(model, group)
-        divide_head(model, group)
     move_parameters(model, torch.device(config.device))
     model = model.to(config.device).eval().requires_grad_(False)
+    if group is not None:
+        divide_head(model, group)
     family.prepare(model)
     keep_frequencies(model)
     groups = stored_as(

@@ -177,7 +177,7 @@ class FakeWorker:
         self._directory = directory
         self._nonce = random.getrandbits(62) + 1
         self._faults = faults or Faults()
-        self.step_s = step_s
+        self._step_s = step_s
         self._prefill_s = prefill_s
         self._token = token
         self._vector = vector
@@ -239,13 +239,13 @@ class FakeWorker:
                 next_announce = now + self._announce_s
                 self._announce()
             if now >= next_step:
-                next_step = now + self.step_s
+                next_step = now + self._step_s
                 self._step()
             self._retransmitter.tick(now)
 
     def _wait_s(self) -> float:
         if any(room.ready for room in list(self._rooms.values())):
-            return max(0.0005, self.step_s / 4)
+            return max(0.0005, self._step_s / 4)
         return 0.005 if self._timers or len(self._retransmitter) else 0.02
 
     def _after(self, delay_s: float, action: Callable[[], None]) -> None:

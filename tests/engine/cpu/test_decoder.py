@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.argmax import finite_rows
-from engine.batch import PooledPrompt, ScoredPrompt
+from engine.batch import ForwardBatch, PooledPrompt, ScoredPrompt
 from engine.cpu.decoder import FusedDecoder
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.runner import ModelRunner
@@ -46,9 +46,9 @@ def fused(path: Path, weight_dtype: str = "auto") -> tuple[ModelRunner, Any]:
     return runner, pool
 
 
-def hidden_of(runner: ModelRunner, *args: Any) -> torch.Tensor:
+def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
     with torch.inference_mode():
-        return runner._hidden(*args).float()
+        return runner.forward.of_batch(batch, torch.from_numpy(batch.input_ids)).float()
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def runner_of(path: Path) -> tuple[ModelRunner, Any]:
 
 def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
     with torch.inference_mode():
-        return runner._hidden(batch)
+        return runner.forward.of_batch(batch, torch.from_numpy(batch.input_ids))
 
 
 def reading(batch: ForwardBatch, sampled: list[int], scored: list[int], pooled: list[int]) -> ForwardBatch:
