@@ -121,9 +121,19 @@ def test_between_gpus(spec: GroupSpec, here: int, there: int) -> None:
     assert ("cuMemcpy2DAsync" in ours.calls) == (from_region.page_parts.ranges != to_region.page_parts.ranges)
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "tcp"])
-@pytest.mark.parametrize(("here", "there"), RANKS)
-@pytest.mark.parametrize("spec", [LARGE, HEADS, LATENTS], ids=["large", "small", "latents"])
+@pytest.mark.parametrize(
+    ("backend", "spec", "here", "there"),
+    [
+        pytest.param("mooncake", LARGE, 2, 2, id="mooncake-direct"),
+        pytest.param("mooncake", LARGE, 1, 2, id="mooncake-large-1to2"),
+        pytest.param("mooncake", LARGE, 4, 2, id="mooncake-large-4to2"),
+        pytest.param("mooncake", HEADS, 2, 2, id="mooncake-small"),
+        pytest.param("mooncake", LATENTS, 2, 1, id="mooncake-latents"),
+        pytest.param("tcp", LARGE, 2, 4, id="tcp-large"),
+        pytest.param("tcp", HEADS, 4, 1, id="tcp-small"),
+        pytest.param("tcp", LATENTS, 1, 2, id="tcp-latents"),
+    ],
+)
 def test_over_the_network(
     backend: str, spec: GroupSpec, here: int, there: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

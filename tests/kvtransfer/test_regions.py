@@ -30,6 +30,7 @@ def test_every_group_with_bytes_has_a_region_of_its_own() -> None:
                 pool.page_bytes,
             )
             assert region.num_pages == memory.allocators[spec.name].num_pages + 1
+            assert region.page_parts == (4 if spec is WINDOW else 1, 1, 1), "K and V of both layers"
         assert regions["state"].page_bytes == STATE.page_bytes(16)
         assert regions["latent"].page_bytes == 16 * 20 * 2
 
