@@ -200,7 +200,10 @@ def test_a_copy_that_fails_on_one_gpu_is_waited_for_on_all(part: int) -> None:
     with receiving("cuda_ipc", HEADS, there) as receiver, closing(CudaIpcSender(regions, SHORT)) as sender:
         with pytest.raises(TransferError, match="copying on the GPU failed"):
             sender.write(receiver.endpoints[0], PageWrite(1, 0, "full", SRC, DST))
-        assert receiver.close_room(1, 0).wait(5), "nothing is under way any more"
+        for one in regions["full"].parts:
+            assert isinstance(one.copies, StandInCopies)
+            assert not one.copies.queued, "nothing is under way any more"
+        assert receiver.close_room(1, 0).wait(5)
 
 
 @pytest.mark.parametrize(
