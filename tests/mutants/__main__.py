@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests unspoilt first")
     options = parser.parse_args(argv)
     chosen = [mutant for mutant in MUTANTS if options.only in str(mutant)]
+    if not chosen:  # without a name pytest would run all tests
+        parser.error(f"no mutant's line has {options.only!r} in it")
     with ExitStack() as until_here:
         folder = until_here.enter_context(tempfile.TemporaryDirectory(prefix="baton-mutants-"))
         sandboxes = [Sandbox(Path(folder, str(number))) for number in range(options.jobs)]
