@@ -96,6 +96,10 @@ class ForwardBatch:
         np.cumsum(self.q_lens, out=starts[1:])
         return starts
 
+    def sampled_places(self) -> npt.NDArray[np.int64]:
+        """[N]: where in the pack the last new tokens of the sampled sequences are."""
+        return self.starts()[1:][self.sampled] - 1
+
     def read_lens(self) -> npt.NDArray[np.int32]:
         """[S]: of how many last new tokens of each sequence the hidden states are read: 0, 1 or all. Of the
         others only whether they are finite is looked at."""

@@ -8,7 +8,7 @@ result is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -194,16 +194,14 @@ class ModelRunner:
         return upload(array, self._device)
 
     @contextmanager
-    def _all_ranks_or_none(
-        self, batch: ForwardBatch, heads: Sequence[npt.NDArray[np.int64]]
-    ) -> Iterator[None]:
-        """Around this rank's part of a forward and of the head's calls for these tokens of the pack, which
-        the others are told to compute. One that fails on one of several ranks leaves the others waiting for
-        it: nothing can be computed any more."""
+    def _all_ranks_or_none(self, batch: ForwardBatch, *heads: npt.NDArray[np.int64]) -> Iterator[None]:
+        """Around this rank's part of a forward, of the head's calls for these tokens of the pack, and of
+        prompts' scores, which the others are told to compute. One that fails on one of several ranks leaves
+        the others waiting for it: nothing can be computed any more."""
         if self._ranks is None:
             yield
             return
-        self._ranks.compute(batch, heads)
+        self._ranks.compute(batch, [*heads, *scored_tokens(batch)])
         try:
             yield
         except Exception as error:
@@ -214,7 +212,7 @@ class ModelRunner:
     ) -> tuple[Replayed[Outputs], torch.Tensor | None]:
         """What the graph of the batch's size computes, and the scores of prompts."""
         self._last_tokens.check(batch)
-        with self._all_ranks_or_none(batch, scored_tokens(batch)):
+        with self._all_ranks_or_none(batch):
             replayed = graphs.run(batch)
             return replayed, self._scores(batch, replayed.outputs.hidden)
 
@@ -224,8 +222,8 @@ class ModelRunner:
         """(hidden [T, hidden], logits of the sampled sequences [N, vocab], their output positions [N], scores
         of prompts)"""
         ids = self._last_tokens.resolve(batch)
-        ends = batch.starts()[1:][batch.sampled] - 1
-        with self._all_ranks_or_none(batch, [ends, *scored_tokens(batch)]):
+        ends = batch.sampled_places()
+        with self._all_ranks_or_none(batch, ends):
             last = hidden = self._hidden(batch, ids)
             if not np.array_equal(ends, np.arange(len(hidden))):  # a decode step samples from each token
                 last = hidden[upload(ends, self._device)]
@@ -255,9 +253,9 @@ class ModelRunner:
         """
         with self.forward.current_device():
             every = tuple(PooledPrompt(sequence, 0) for sequence in range(len(batch.q_lens)))
-            whole = replace(batch, pooled=every)
+            whole = replace(batch, pooled=every, scored=())
             ids = self._last_tokens.resolve(batch)
-            with self._all_ranks_or_none(whole, [places]):
+            with self._all_ranks_or_none(whole, places):
                 hidden = self._hidden(whole, ids)
                 logits: torch.Tensor = self._lm_head(hidden[upload(places, self._device)])
         return logits

@@ -100,6 +100,13 @@ class ReplicatedKVCache(SpreadKVCache):
         return pages
 
 
+def pool_of_parts(spec: GroupSpec, parts: Sequence[KVCache]) -> SpreadKVCache:
+    """The whole pool of a group; owns the parts."""
+    if isinstance(spec, KVGroupSpec):
+        return DividedKVCache(spec, [part for part in parts if isinstance(part, MHAKVCache)])
+    return ReplicatedKVCache(spec, parts)
+
+
 def _order_after(first: torch.device, other: torch.device) -> None:
     """The first device's current stream goes on when the other's has come here."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

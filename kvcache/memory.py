@@ -23,11 +23,11 @@ from kvcache.balance import Balance, run_through
 from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.device_memory import allocate_exported
-from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
+from kvcache.divided import SpreadKVCache, pool_of_parts
 from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, rank_spec
-from kvcache.pool import KVCache, MHAKVCache, ReqToTokenPool, open_pool
+from kvcache.pool import KVCache, ReqToTokenPool, open_pool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshots
 from kvcache.storage.factory import open_storage
@@ -367,9 +367,7 @@ def _spread_pool(config: CacheConfig, spec: GroupSpec, pages: int) -> SpreadKVCa
         for pool in parts:
             pool.close()
         raise
-    if isinstance(spec, KVGroupSpec):
-        return DividedKVCache(spec, [part for part in parts if isinstance(part, MHAKVCache)])
-    return ReplicatedKVCache(spec, parts)
+    return pool_of_parts(spec, parts)
 
 
 def _buffer(config: CacheConfig, nbytes: int) -> PoolBuffer | None:

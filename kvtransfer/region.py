@@ -229,7 +229,12 @@ def pool_region(pool: KVCache) -> GroupRegion:
     """The region of a pool, in one memory or several."""
     if not isinstance(pool, SpreadKVCache):
         return region_of(pool.bytes, pool.fd, pool.page_parts)
-    first, parts = pool.parts[0].bytes, tuple(region_of(part.bytes, part.fd) for part in pool.parts)
+    return spread_region(pool, tuple(region_of(part.bytes, part.fd) for part in pool.parts))
+
+
+def spread_region(pool: SpreadKVCache, parts: tuple[GroupRegion, ...]) -> SpreadRegion:
+    """The region of a pool whose parts have these."""
+    first = parts[0].tensor
     copies = parts[0].copies or copies_of(first.device)
     return SpreadRegion(first, copies=copies, page_parts=pool.page_parts, pool=pool, of_ranks=parts)
 

@@ -36,12 +36,12 @@ from engine.ranks.messages import Compute, LoadPart
 from engine.ranks.rank import ModelPart
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
-from kvcache.divided import DividedKVCache, ReplicatedKVCache
-from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, rank_spec
+from kvcache.divided import pool_of_parts
+from kvcache.layout import GroupSpec, StateGroupSpec, rank_spec
 from kvcache.page_runs import as_pages
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
 from kvtransfer.copies import CudaCopies
-from kvtransfer.region import GroupRegion, SpreadRegion
+from kvtransfer.region import GroupRegion, spread_region
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.quantised_checkpoints import write
@@ -125,8 +125,7 @@ class RankEngine:
         self._rank = rank
 
     def issue(self, batch: ForwardBatch) -> None:
-        ends = batch.starts()[1:][batch.sampled] - 1
-        self._rank.compute(Compute.of(batch, [ends]))
+        self._rank.compute(Compute.of(batch, [batch.sampled_places()]))
 
 
 def make_model(name: str, directory: Path) -> Path:
@@ -208,11 +207,9 @@ def _spread_regions(specs: Sequence[GroupSpec], group: OneOfTwo) -> list[GroupRe
     regions: list[GroupRegion] = []
     for spec in specs:
         own = _pool(rank_spec(spec, group.size)), _pool(rank_spec(spec, group.size))
-        whole = DividedKVCache(spec, own) if isinstance(spec, KVGroupSpec) else ReplicatedKVCache(spec, own)
+        whole = pool_of_parts(spec, own)
         if whole.page_bytes:
-            parts = tuple(_region(part) for part in own)
-            first, copies = parts[0].tensor, parts[0].copies
-            regions.append(SpreadRegion(first, copies=copies, pool=whole, of_ranks=parts))
+            regions.append(spread_region(whole, tuple(_region(part) for part in own)))
     return regions
 
 

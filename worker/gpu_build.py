@@ -99,18 +99,19 @@ def build_on_gpu(
         if loaded.spec.dtype == torch.float32:
             torch.backends.cudnn.allow_tf32 = False  # it is True by default, unlike that of products
 
-        def left() -> int:
-            gpus.give_back()  # what only loading needed
+        def give_back() -> None:
+            gpus.give_back()
             model.give_back()
+
+        def left() -> int:
+            give_back()  # what only loading needed
             return gpus.free()
 
         @cache
         def budget() -> int:
-            gpus.give_back()
-            model.give_back()
+            give_back()
             needed = free - _least_free(gpus, options, config, chosen, model)
-            gpus.give_back()
-            model.give_back()
+            give_back()
             log.info(
                 "GPU memory: %d bytes, %d for this worker, %d of them not for KV", gpus.total, share, needed
             )

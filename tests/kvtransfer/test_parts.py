@@ -14,18 +14,18 @@ import torch
 
 from common.errors import TransferError
 from common.host import host_identity
-from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
+from kvcache.divided import pool_of_parts
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, rank_spec
 from kvcache.page_parts import PageParts
 from kvcache.page_runs import as_pages
-from kvcache.pool import KVCache, MHAKVCache, open_pool
+from kvcache.pool import KVCache, open_pool
 from kvcache.quant import KVFormat
 from kvtransfer.cuda_ipc import CudaIpcSender
 from kvtransfer.frames import PoolInfo
 from kvtransfer.mooncake import MooncakeSender
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
-from kvtransfer.region import GroupRegion, SpreadRegion, pool_region
+from kvtransfer.region import GroupRegion, SpreadRegion, pool_region, spread_region
 from kvtransfer.select import open_receiver, open_sender
 from tests.kvtransfer.peers import SHORT
 from tests.kvtransfer.stand_in_copies import StandInCopies
@@ -78,15 +78,8 @@ def on_gpus(spec: GroupSpec, parts: int, driver: StandInDriver) -> tuple[KVCache
     )
     if parts == 1:
         return pools[0], regions[0]
-    whole: SpreadKVCache = (
-        DividedKVCache(spec, [one for one in pools if isinstance(one, MHAKVCache)])
-        if isinstance(spec, KVGroupSpec)
-        else ReplicatedKVCache(spec, pools)
-    )
-    first, copies = regions[0].tensor, regions[0].copies
-    return whole, SpreadRegion(
-        first, copies=copies, page_parts=whole.page_parts, pool=whole, of_ranks=regions
-    )
+    whole = pool_of_parts(spec, pools)
+    return whole, spread_region(whole, regions)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from engine.ranks.ranks import Ranks
 from engine.runner import ModelRunner
 from kvcache.buffers import PoolBuffer, allocate_shared
 from kvcache.device_memory import allocate_exported
-from kvcache.divided import DividedKVCache, ReplicatedKVCache, SpreadKVCache
+from kvcache.divided import SpreadKVCache, pool_of_parts
 from kvcache.layout import GroupSpec, KVGroupSpec, rank_spec
-from kvcache.pool import KVCache, MHAKVCache, open_pool
+from kvcache.pool import KVCache, open_pool
 
 TIMEOUT_S = 30.0
 
@@ -65,10 +65,7 @@ def spread_pool(
     spec: GroupSpec, parts: int, num_pages: int, page_size: int, device: str = "cpu"
 ) -> SpreadKVCache:
     own = rank_spec(spec, parts)
-    pools = [shared_pool(own, num_pages, page_size, device) for _ in range(parts)]
-    if not isinstance(spec, KVGroupSpec):
-        return ReplicatedKVCache(spec, pools)
-    return DividedKVCache(spec, [pool for pool in pools if isinstance(pool, MHAKVCache)])
+    return pool_of_parts(spec, [shared_pool(own, num_pages, page_size, device) for _ in range(parts)])
 
 
 def pool_in(parts: int, spec: GroupSpec, num_pages: int, page_size: int, device: str = "cpu") -> KVCache:
