@@ -109,13 +109,18 @@ class S3Store(BlobStore):
                 late.set()
             return outcome
 
+        blobs = list(zip(*of_each, strict=True))
         running: list[Future[Outcome]] = []
         try:
-            for one in zip(*of_each, strict=True):
+            for one in blobs:
                 running.append(self._threads.submit(do, *one))
+        except RuntimeError:  # `close` has shut the threads down meanwhile; there is no way to ask first
+            if not self._closing.is_set():
+                raise
         finally:
             wait(running)
-        return [done.result() for done in running]
+        not_begun = [Outcome.TIMEOUT] * (len(blobs) - len(running))
+        return [done.result() for done in running] + not_begun
 
     # -- one blob ----------------------------------------------------------------------------------
 

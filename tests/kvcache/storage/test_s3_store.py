@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,35 @@ def test_nothing_is_begun_after_a_timeout_or_a_close(
         closing_.join(10)
     else:
         store.close()
+    assert store.exists(keys(2)) == [False] * 2, "asked after it was closed"
+    assert len(client.asked) == 1
+
+
+class ClosingThreads(ThreadPoolExecutor):
+    """Threads that are shut down when the second blob of a call is to be given to them."""
+
+    def __init__(self, store: S3Store) -> None:
+        super().__init__(1)
+        self._store, self._given = store, 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._given += 1
+        if self._given == 2:
+            self._store.close()
+        return super().submit(*args, **kwargs)
+
+
+def test_blobs_that_a_close_comes_before_are_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exceptions = pytest.importorskip("botocore.exceptions", reason="boto3 is not installed")
+    client = StuckClient(exceptions.ReadTimeoutError(endpoint_url="x"))
+    client.ended.set()
+    monkeypatch.setattr(s3_store, "_client", lambda options: client)
+    store = S3Store(StorageConfig(backend="s3", path=tmp_path, url="s3://pages/"))
+    monkeypatch.setattr(store, "_threads", ClosingThreads(store))
+    assert store.exists(keys(3)) == [False] * 3
+    assert client.asked == [key_text(keys(1)[0])]
 
 
 def test_an_object_that_is_not_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
