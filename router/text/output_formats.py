@@ -48,11 +48,14 @@ _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
 
 _QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",), xml_syntax.QWEN_SYNTAX)
 _SEED = ToolFormat(xml.read_seed, xml.SEED.markers, (xml.SEED.call[0],), xml_syntax.SEED_SYNTAX)
+_MINIMAX = ToolFormat(
+    xml.read_minimax, xml.MINIMAX.markers, (xml.MINIMAX.call[0],), xml_syntax.MINIMAX_SYNTAX
+)
 _GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX)
 
 _TOOL_FORMATS = (
-    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED, _QWEN_CODER, _GLM, _LLAMA3,
-    _HERMES,
+    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED, _MINIMAX, _QWEN_CODER, _GLM,
+    _LLAMA3, _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -66,6 +69,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
         "seed_oss": _SEED,
+        **dict.fromkeys(("minimax_m2", "minimax-m2"), _MINIMAX),
         **dict.fromkeys(("glm45", "glm47", "glm"), _GLM),
         **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2"), _PYTHONIC),
     }
@@ -81,7 +85,10 @@ _FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK)
 
 REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
     {
-        **dict.fromkeys(("qwen3", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "hunyuan"), _THINK),
+        **dict.fromkeys(
+            ("qwen3", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "hunyuan", "minimax_m2", "minimax"),
+            _THINK,
+        ),
         **dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3-thinking"), _THINK_ASSUMED),
         **dict.fromkeys(("mistral", "magistral"), _MISTRAL_THINK),
         "kimi": _KIMI_THINK,

@@ -1,4 +1,4 @@
-"""Calls between tags, with an argument for each: Qwen3-Coder's and GLM's.
+"""Calls between tags, with an argument for each: Qwen3-Coder's, GLM's, and those of others.
 
     <tool_call>                                <tool_call>f
     <function=f>                               <arg_key>a</arg_key>
@@ -9,6 +9,13 @@
     </tool_call>
 
 Seed-OSS's are Qwen3-Coder's between `<seed:tool_call>` and its end, without line ends around values.
+MiniMax-M2 writes all calls of an answer between one `<minimax:tool_call>` and its end:
+
+    <minimax:tool_call>
+    <invoke name="f">
+    <parameter name="a">1</parameter>
+    </invoke>
+    </minimax:tool_call>
 
 An argument is text or JSON, as its schema says. It is read as a whole.
 """
@@ -49,6 +56,14 @@ class Tags:
 
 QWEN = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
 SEED = replace(QWEN, call=("<seed:tool_call>", "</seed:tool_call>"))
+MINIMAX = Tags(
+    ('<invoke name="', '">'),
+    ('<parameter name="', '">'),
+    ("", "</parameter>"),
+    "</invoke>",
+    call=("<minimax:tool_call>", "</minimax:tool_call>"),
+    on_lines=False,
+)
 GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", on_lines=False)
 
 
@@ -60,6 +75,11 @@ def read_qwen(source: Source, calls: Calls) -> Reading[None]:
 def read_seed(source: Source, calls: Calls) -> Reading[None]:
     """Content and calls. The tag around a call may be missing."""
     return _read(source, calls, SEED, (SEED.call[0], SEED.name[0]))
+
+
+def read_minimax(source: Source, calls: Calls) -> Reading[None]:
+    """Content and calls. The tag around calls may be missing."""
+    return _read(source, calls, MINIMAX, (MINIMAX.call[0], MINIMAX.name[0]))
 
 
 def read_glm(source: Source, calls: Calls) -> Reading[None]:

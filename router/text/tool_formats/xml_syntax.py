@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import InvalidRequest
 from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
-from router.text.tool_formats.xml import GLM, QWEN, SEED, Tags, read_value, types_of
+from router.text.tool_formats.xml import GLM, MINIMAX, QWEN, SEED, Tags, read_value, types_of
 
 _KEPT = ("$defs", "definitions")
 _OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "enum", "const", "allOf", "$ref", "not")
@@ -128,12 +128,17 @@ def _qwen_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (f"{QWEN.name[0]}{name}{QWEN.name[1]}\n",), (f"{QWEN.end}\n",)
 
 
+def _minimax_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return (f"{MINIMAX.name[0]}{name}{MINIMAX.name[1]}\n",), (f"{MINIMAX.end}\n",)
+
+
 def _glm_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (f"{name}\n",), ()
 
 
 _QWEN = _Written(QWEN, (QWEN.key[0],), (">\n",), ("\n", QWEN.value[1], "\n"))
 _SEED = _Written(SEED, (SEED.key[0],), (">",), (SEED.value[1], "\n"))
+_MINIMAX = _Written(MINIMAX, (MINIMAX.key[0],), (MINIMAX.key[1],), (MINIMAX.value[1], "\n"))
 _GLM = _Written(GLM, (GLM.key[0],), (GLM.key[1], "\n", GLM.value[0]), (GLM.value[1], "\n"))
 
 
@@ -146,4 +151,5 @@ def _syntax(written: _Written, call: Callable[[str], tuple[tuple[str, ...], tupl
 
 QWEN_SYNTAX = _syntax(_QWEN, _qwen_call)
 SEED_SYNTAX = _syntax(_SEED, _qwen_call)
+MINIMAX_SYNTAX = replace(_syntax(_MINIMAX, _minimax_call), between=())  # all calls between one pair of tags
 GLM_SYNTAX = _syntax(_GLM, _glm_call)

@@ -18,7 +18,7 @@ from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
 from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
-from router.text.tool_formats.xml import GLM, SEED
+from router.text.tool_formats.xml import GLM, MINIMAX, SEED
 from tests.support.tokenizers import byte_level
 from wire.grammars import LIMITS, grammar_problem, matcher_grammar
 from wire.request import Grammar, GrammarKind
@@ -35,7 +35,7 @@ TOOLS = [
 ]
 # The families' own names of tokens: special, and not.
 SPECIAL = [*mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
-ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value, *SEED.call]
+ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value, *SEED.call, *MINIMAX.call]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
 
@@ -214,7 +214,7 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
         "$defs": {"n": {"type": "integer"}},
     }
     calls = CallsWanted([CalledTool("f", schema, True, "tools.0"), CalledTool("g", {}, False)], True, False)
-    names = ("qwen3_coder", "seed_oss", "glm45")
+    names = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45")
     formats = {name: OutputFormats("", drawn.tokens, (), name, "none") for name in names}
     grammars = {
         name: Grammar(GrammarKind.LARK, one.grammar("", calls, False)) for name, one in formats.items()
@@ -230,6 +230,12 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
             "</function>\n</seed:tool_call>",
             "<seed:tool_call>\n<function=g>\n<parameter=any>x</parameter>\n</function>\n</seed:tool_call>",
         ),
+        "minimax_m2": (
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">a\nb</parameter>\n'
+            '<parameter name="n">12</parameter>\n</invoke>\n</minimax:tool_call>',
+            '<minimax:tool_call>\n<invoke name="g">\n<parameter name="any">x</parameter>\n</invoke>\n'
+            "</minimax:tool_call>",
+        ),
         "glm45": (
             "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a\nb</arg_value>\n<arg_key>n</arg_key>\n"
             "<arg_value>12</arg_value>\n</tool_call>",
@@ -238,9 +244,19 @@ def test_arguments_a_tag(drawn: Drawn) -> None:
     }.items():
         assert all(drawn.allows(grammars[name], text) for text in texts)
         assert not drawn.allows(grammars[name], texts[0].replace("12", "x"))
-        assert not drawn.allows(grammars[name], texts[0].replace("=s>", "=t>").replace(">s<", ">t<"))
+        assert not drawn.allows(
+            grammars[name], texts[0].replace("=s>", "=t>").replace(">s<", ">t<").replace('"s"', '"t"')
+        )
         arguments = [said(formats[name], text).calls[0].arguments for text in texts]
         assert [json.loads(one) for one in arguments][1] == {"any": "x"}
+        both = texts[0] + "\n" + texts[1]
+        if name == "minimax_m2":  # all calls between one pair of tags
+            both = both.replace("</minimax:tool_call>\n<minimax:tool_call>\n", "")
+        several = CallsWanted(calls.tools, True, True)
+        grammar = Grammar(GrammarKind.LARK, formats[name].grammar("", several, False))
+        assert drawn.allows(grammar, both)
+        assert not drawn.allows(grammars[name], both)
+        assert [call.name for call in said(formats[name], both).calls] == ["f", "g"]
     for strict in ({"properties": {"s": {"type": "string", "pattern": "a"}}}, {"anyOf": [schema]}):
         wanted = CallsWanted([CalledTool("f", strict, True, "tools.0")], True, False)
         with pytest.raises(InvalidRequest, match=r"tools\.0: '(pattern|anyOf)'"):
@@ -264,7 +280,7 @@ def test_strict_arguments_a_tag_are_of_the_values_that_are_listed(
     drawn: Drawn, schema: dict[str, Any], values: list[Any]
 ) -> None:
     tools = [CalledTool("f", {"properties": {"a": schema}, "required": ["a"]}, True)]
-    for name in ("qwen3_coder", "seed_oss", "glm45"):
+    for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45"):
         formats = OutputFormats("", drawn.tokens, (), name, "none")
         grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(tools, True, False), False))
         for seed in range(8):

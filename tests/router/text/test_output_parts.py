@@ -86,6 +86,14 @@ S_F = """<seed:tool_call>
 <parameter=n>null</parameter>
 </function>
 </seed:tool_call>"""
+M_F = """<invoke name="f">
+<parameter name="s">1
+2</parameter>
+<parameter name="n">null</parameter>
+<parameter name="o">{"x": [1]}</parameter>
+</invoke>
+"""
+M_ARGUMENTS = '{"s": "1\\n2", "n": null, "o": {"x": [1]}}'
 NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
 TO_F = "<|channel|>commentary to=functions.f"
 
@@ -158,6 +166,13 @@ CASES: list[tuple[str, str, Found]] = [
     ("qwen3_coder", "<tool_call><function=g></function></tool_call>" * 2, ("", "", [G, G])),
     ("seed_oss", f"Hm.\n{S_F}\n{S_F}\n", ("", "Hm.", [("f", '{"s": "1\\n2", "n": null}')] * 2)),
     ("seed_oss", "<function=g>\n</function>\n</seed:tool_call>", ("", "", [G])),
+    (
+        "minimax_m2",
+        f"Hm.\n<minimax:tool_call>\n{M_F}{M_F}</minimax:tool_call>\nSo.",
+        ("", "Hm.So.", [("f", M_ARGUMENTS)] * 2),
+    ),
+    ("minimax_m2", '<minimax:tool_call><invoke name="g"></invoke></minimax:tool_call>', ("", "", [G])),
+    ("minimax_m2", f"{M_F}", ("", "", [("f", M_ARGUMENTS)])),
     ("glm45", "Hm. <tool_call>g</tool_call>\n<tool_call>g\n</tool_call>", ("", "Hm.", [G, G])),
     (
         "glm45",
@@ -215,6 +230,9 @@ CASES: list[tuple[str, str, Found]] = [
             ("qwen3_coder", "<function=f oops>"),
             ("qwen3_coder", "<function=f>oops</function>"),
             ("seed_oss", "<seed:tool_call>\nf</seed:tool_call>"),
+            ("minimax_m2", "<minimax:tool_call>\nf</minimax:tool_call>"),
+            ("minimax_m2", "<minimax:tool_call>\n<invoke name=f>"),
+            ("minimax_m2", '<invoke name="f">\n<parameter name="a">1'),
             ("glm45", "<tool_call>\n</tool_call>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>oops"),
             ("pythonic", "[1] says"),
@@ -376,6 +394,19 @@ def test_a_template_that_shows_calls_of_seed_oss() -> None:
     for pieces in ([text], list(text)):
         parser = parsing.parser(7)
         assert found([part for piece in pieces for part in parser.feed(piece)] + parser.end()) == want
+
+
+def test_a_template_that_shows_calls_of_minimax() -> None:
+    """Its thoughts are between tags that are no special tokens, and its prompts end with the first one."""
+    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+    tokens = {text: number for number, text in enumerate(markers)}
+    formats = OutputFormats(f"<think> </think> <minimax:tool_call>{M_F}", tokens, tokens.values())
+    parsing = formats.parsing("]~b]ai\n<think>\n", NAMES)
+    assert parsing is not None
+    assert parsing.kept == frozenset(tokens.values())
+    text = f"Hm.\n</think>\n\nI look.\n<minimax:tool_call>\n{M_F}</minimax:tool_call>"
+    parser = parsing.parser(7)
+    assert found([*parser.feed(text), *parser.end()]) == ("Hm.", "I look.", [("f", M_ARGUMENTS)])
 
 
 @pytest.mark.parametrize(("reasoning", "prompt_end", "text", "want"), THOUGHTS)
