@@ -6,6 +6,12 @@ CLAMPED = "GptOssExperts"
 """Its gates and ups alternate, have biases and are clamped."""
 EXPERTS = (
     "MixtralExperts",
+    "MiniMaxM2Experts",
+    "Ernie4_5_MoeExperts",
+    "Glm4MoeExperts",
+    "GraniteMoeHybridExperts",
+    "Glm4MoeLiteExperts",
+    "Lfm2MoeExperts",
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
     "Qwen3NextExperts",

@@ -31,7 +31,7 @@ Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.T
 
 
 class LatentAttention(nn.Module):
-    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading.
+    """Replaces DeepSeek's attention, or one of the same form, after loading.
 
     It keeps their projections except kv_b_proj, whose weight becomes W_uk and W_uv. Each is copied into the
     order in which its product reads it: with views of the one weight, a bfloat16 product on CPU takes 7 times

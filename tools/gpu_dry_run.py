@@ -45,7 +45,8 @@ from kvtransfer.region import GroupRegion, spread_region
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.quantised_checkpoints import write
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
+from tests.support.tiny_models import make_tiny
 from tests.support.wide_models import WIDE, make_wide
 from tools.fake_cuda import FakeCuda, FakeRecorder, GpuFault, on_fake_cuda
 from wire.request import SamplingParams
@@ -71,10 +72,10 @@ STORED = {
 """Models whose weights stay as the checkpoint stored them, and the checkpoint's format."""
 RANKS = (
     *("qwen3-wide-rank0", "qwen3-wide-rank1", "qwen2_moe-rank1", "gemma3_text-rank1"),
-    *("gpt_oss-rank1", "deepseek_v3-rank1", "qwen3_next-rank1"),
+    *("gpt_oss-rank1", "deepseek_v3-rank1", "qwen3_next-rank1", "minimax_m2-rank1"),
 )
 """One of the two ranks of a worker, beside another that only answers."""
-NAMES = sorted({*FAMILIES, *MIXED, *STORED, *RANKS} | {f"{family}-wide" for family in WIDE})
+NAMES = sorted({*FAMILIES, *MIXED, *SIMILAR, *STORED, *RANKS} | {f"{family}-wide" for family in WIDE})
 """Families, and with "-wide" models of them whose heads FlashInfer has kernels for."""
 
 

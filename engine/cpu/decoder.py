@@ -19,7 +19,7 @@ from engine.cpu.op import AttentionCall, kernels
 from engine.paged_layers import DecoderOutput, PagedLayers
 from engine.parallel.sums import is_divided
 
-MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SeedOssModel")
 """The transformers classes that FusedDecoder computes."""
 
 PARTS = ("qkv", "rope", "attention", "out", "gate_up", "down", "norm")

@@ -26,7 +26,7 @@ from engine.parallel.sums import SummedExperts, SummedLinear
 from engine.positions import longest_context
 
 MODELS = (
-    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SeedOssModel"),
     *("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel"),
 )
 """The transformers classes that FlashInferDecoder computes."""

@@ -18,25 +18,56 @@ from engine.parallel.sums import SummedLinear
 NORMS = (
     "DeepseekV2RMSNorm",
     "DeepseekV3RMSNorm",
+    "Ernie4_5RMSNorm",
+    "Ernie4_5_MoeRMSNorm",
+    "Exaone4RMSNorm",
     "FalconH1RMSNorm",
+    "Glm4MoeLiteRMSNorm",
+    "Glm4MoeRMSNorm",
+    "Glm4RMSNorm",
     "GptOssRMSNorm",
+    "GraniteMoeHybridRMSNorm",
+    "GraniteRMSNorm",
+    "Lfm2MoeRMSNorm",
     "Lfm2RMSNorm",
+    "MiniMaxM2RMSNorm",
+    "Olmo2RMSNorm",
+    "Olmo3RMSNorm",
     "Phi3RMSNorm",
+    "SmolLM3RMSNorm",
 )
 """transformers' norms that multiply by their weight."""
 
-NORMS_PLUS_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+NORMS_PLUS_ONE = (
+    "Gemma2RMSNorm",
+    "Gemma3RMSNorm",
+    "GemmaRMSNorm",
+    "Qwen3NextRMSNorm",
+    "Qwen3_5MoeRMSNorm",
+    "Qwen3_5RMSNorm",
+)
 """transformers' norms that multiply by their weight plus one."""
 
 MLPS = (
+    "Cohere2MLP",
     "DeepseekV2MLP",
     "DeepseekV3MLP",
+    "Ernie4_5MLP",
+    "Ernie4_5_MoeMLP",
+    "Exaone4MLP",
     "Gemma2MLP",
     "Gemma3MLP",
+    "GemmaMLP",
+    "Glm4MoeLiteMLP",
+    "Glm4MoeMLP",
+    "GraniteMLP",
+    "Olmo2MLP",
+    "Olmo3MLP",
     "Qwen2MoeMLP",
     "Qwen3NextMLP",
     "Qwen3_5MLP",
     "Qwen3_5MoeMLP",
+    "SmolLM3MLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
+from engine.families.heads import scale_logits
 from kvcache.layout import KVGroupSpec
 
 
@@ -32,6 +34,23 @@ def _no_window(config: Any) -> None:
         )
 
 
+def _divide_logits(model: Any) -> None:
+    scale_logits(model, 1 / model.config.logits_scaling)
+
+
+def _family(architecture: str) -> Family:
+    return Family(architecture, _groups, check=_no_window)
+
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _groups, check=_no_window),
+    "ernie4_5": _family("Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": _family("Ernie4_5_MoeForCausalLM"),
+    "gemma": _family("GemmaForCausalLM"),
+    "glm4": _family("Glm4ForCausalLM"),
+    "glm4_moe": _family("Glm4MoeForCausalLM"),
+    "granite": replace(_family("GraniteForCausalLM"), prepare=_divide_logits),
+    "llama": _family("LlamaForCausalLM"),
+    "minimax_m2": _family("MiniMaxM2ForCausalLM"),
+    "olmo2": _family("Olmo2ForCausalLM"),
+    "seed_oss": _family("SeedOssForCausalLM"),
 }

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
+from engine.families.heads import scale_logits
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
 
@@ -26,7 +26,9 @@ _MIXERS = {
     "Qwen3_5GatedDeltaNet": "cache_params",
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
     "FalconH1Mixer": "cache_params",
+    "GraniteMoeHybridMambaLayer": "cache_params",
     "Lfm2ShortConv": "past_key_values",
+    "Lfm2MoeShortConv": "past_key_values",
 }
 """transformers class -> the keyword argument in which it takes its cache."""
 
@@ -90,20 +92,6 @@ def _unbounded_time_step(config: Any) -> None:
         )
 
 
-class ScaledHead(nn.Module):
-    """A projection onto the vocabulary whose logits are multiplied by a factor."""
-
-    def __init__(self, head: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.head = head
-        self._factor = factor
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> [N, vocab]."""
-        logits: torch.Tensor = self.head(hidden) * self._factor
-        return logits
-
-
 def _pack_mixers(model: Any) -> None:
     """Wrap the mixer of every layer that keeps a state in a PackedMixer."""
     packed = 0
@@ -117,7 +105,17 @@ def _pack_mixers(model: Any) -> None:
 
 def _prepare_falcon(model: Any) -> None:
     _pack_mixers(model)
-    model.lm_head = ScaledHead(model.lm_head, model.config.lm_head_multiplier)
+    scale_logits(model, model.config.lm_head_multiplier)
+
+
+def _prepare_granite(model: Any) -> None:
+    _pack_mixers(model)
+    scale_logits(model, 1 / model.config.logits_scaling)
+
+
+def _check_granite(config: Any) -> None:
+    _unbounded_time_step(config)
+    _some_attend(config)
 
 
 _LINEAR_OR_FULL = frozenset({"linear_attention", "full_attention"})
@@ -130,8 +128,22 @@ FAMILIES: dict[str, Family] = {
         check=_unbounded_time_step,
         prepare=_prepare_falcon,
     ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        _groups(_mamba2),
+        layer_types=_LINEAR_OR_FULL,
+        check=_check_granite,
+        prepare=_prepare_granite,
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
+        _groups(_short_conv),
+        layer_types=frozenset({"conv", "full_attention"}),
+        check=_some_attend,
+        prepare=_pack_mixers,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
         _groups(_short_conv),
         layer_types=frozenset({"conv", "full_attention"}),
         check=_some_attend,

@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention in every layer: DeepSeek-V2 and V3."""
+"""Families with multi-head latent attention in every layer."""
 
 from __future__ import annotations
 
@@ -102,5 +102,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3
     ),
 }

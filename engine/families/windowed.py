@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
+from engine.families.heads import cap_logits, scale_logits
 from kvcache.layout import KVGroupSpec
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -81,23 +79,8 @@ def _all_alike(architecture: str) -> Family:
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 
-class CappedHead(nn.Module):
-    """A projection onto the vocabulary whose logits x become cap tanh(x / cap)."""
-
-    def __init__(self, head: nn.Module, cap: float) -> None:
-        super().__init__()
-        self.head = head
-        self._cap = cap
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> [N, vocab]."""
-        logits: torch.Tensor = self.head(hidden)
-        return torch.tanh(logits / self._cap) * self._cap
-
-
-def _cap_logits(model: Any) -> None:
-    if model.config.final_logit_softcapping is not None:
-        model.lm_head = CappedHead(model.lm_head, model.config.final_logit_softcapping)
+def _scale_logits(model: Any) -> None:
+    scale_logits(model, model.config.logit_scale)
 
 
 FAMILIES: dict[str, Family] = {
@@ -107,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": replace(
         _by_layer_type("Gemma2ForCausalLM"),
         allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
-        prepare=_cap_logits,
+        prepare=cap_logits,
     ),
     "mistral": _all_alike("MistralForCausalLM"),
     "qwen2": _by_layer_type("Qwen2ForCausalLM"),
@@ -115,4 +98,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _all_alike("Qwen3MoeForCausalLM"),
     "gemma3_text": _by_layer_type("Gemma3ForCausalLM"),
     "gpt_oss": _by_layer_type("GptOssForCausalLM"),
+    "cohere2": replace(_by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
+    "exaone4": _by_layer_type("Exaone4ForCausalLM"),
+    "olmo3": _by_layer_type("Olmo3ForCausalLM"),
+    "smollm3": _by_layer_type("SmolLM3ForCausalLM"),
 }

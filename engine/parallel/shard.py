@@ -39,25 +39,43 @@ _GPT_OSS: Dimensions = {  # gates and ups alternate
     "experts.down_proj": 1,
     "experts.down_proj_bias": _ONCE,
 }
-_PHI3: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
+_JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
+_NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
-    *("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    ),
+    *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4_moe", "granite", "seed_oss", "smollm3"),
     *("falcon_h1", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "glm4": _JOINED,
+    "glm4_moe_lite": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
-    "phi3": _PHI3,
+    "minimax_m2": _NORMS,
+    "olmo2": _NORMS,
+    "olmo3": _NORMS,
+    "phi3": _JOINED,
 }
 """The model types that are divided, and what they have beside _COMMON."""
 
 FAMILIES = tuple(sorted(_OF_TYPE))
 
 _KV_HEADS = "num_key_value_heads"
-_OF_KV_HEADS = ("k_proj.", "v_proj.")
+_OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
     *("num_attention_heads", _KV_HEADS, "intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -65,16 +83,26 @@ _DIVIDED = (
 """Keys of config.json of which each rank has its share."""
 
 
-def _phi3_segments(config: Any) -> dict[str, tuple[int, ...]]:
-    """Weights of several projections."""
+def _gate_up(config: Any) -> dict[str, tuple[int, ...]]:
+    return {"gate_up_proj.weight": (config.intermediate_size,) * 2}
+
+
+def _qkv_and_gate_up(config: Any) -> dict[str, tuple[int, ...]]:
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-    return {
-        "qkv_proj.weight": (heads * dim, kv_heads * dim, kv_heads * dim),
-        "gate_up_proj.weight": (config.intermediate_size,) * 2,
-    }
+    return {"qkv_proj.weight": (heads * dim, kv_heads * dim, kv_heads * dim), **_gate_up(config)}
 
 
-_SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {"phi3": _phi3_segments}
+_SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
+    "glm4": _gate_up,
+    "phi3": _qkv_and_gate_up,
+}
+"""Model types with weights of several projections."""
+
+
+def _segments(config: Any) -> dict[str, tuple[int, ...]]:
+    """The rows of each projection in weights of several, by the last two parts of their names."""
+    of_type = _SEGMENTS.get(config.model_type)
+    return {} if of_type is None else of_type(config)
 
 
 @dataclass(frozen=True)
@@ -95,11 +123,12 @@ class Shard:
             )
         part = copy.deepcopy(config)
         part.head_dim = head_dim(config)
+        can_repeat = "qkv_proj.weight" not in _segments(config)
         for key in _DIVIDED:
             whole = getattr(config, key, None)
             if whole is None:
                 continue
-            if key == _KV_HEADS and self.size % whole == 0 and config.model_type not in _SEGMENTS:
+            if key == _KV_HEADS and self.size % whole == 0 and can_repeat:
                 setattr(part, key, 1)
                 continue
             if whole % self.size:
@@ -112,7 +141,7 @@ class Shard:
     def divide(self, config: Any) -> Divide:
         """Which part of each of a checkpoint's weights belongs to this one. `config` is of the whole."""
         dimensions = {**_COMMON, **_OF_TYPE[config.model_type]}
-        segments = _SEGMENTS[config.model_type](config) if config.model_type in _SEGMENTS else {}
+        segments = _segments(config)
         kv_heads: int = config.num_key_value_heads
 
         def part(name: str) -> Division | AddedOnce | None:

@@ -11,6 +11,8 @@ from engine.expert_classes import EXPERTS
 from engine.parallel.group import RankGroup
 
 _BY_INPUTS = ("o_proj", "down_proj")
+_OF_ALL_HEADS = ("MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+"""transformers classes of norms that, as q_norm and k_norm, go over all heads at once."""
 
 
 class SummedLinear(nn.Module):
@@ -53,16 +55,38 @@ class SummedExperts(nn.Module):
         return out
 
 
+class DividedNorm(nn.Module):
+    """An RMSNorm over the queries, or the keys, of all heads, of which each rank has its own. A KV head that
+    several ranks have counts as often as any other."""
+
+    def __init__(self, norm: Any, group: RankGroup) -> None:
+        super().__init__()
+        self.weight: torch.Tensor = norm.weight  # of this rank's heads
+        self._eps = float(norm.variance_epsilon)
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width of this rank's heads] -> the same shape."""
+        values = x.float()
+        squares = values.square().sum(-1, keepdim=True)
+        self._group.sum(squares)
+        mean = squares / (x.shape[-1] * self._group.size)
+        return (self.weight * (values * torch.rsqrt(mean + self._eps))).to(x.dtype)
+
+
 def is_divided(model: nn.Module) -> bool:
     """Whether the model has sums over ranks."""
     return any(isinstance(module, SummedLinear) for module in model.modules())
 
 
 def put_sums(model: nn.Module, group: RankGroup) -> None:
-    """Sum what attention and MLPs return, in place. Before modules are replaced by faster ones."""
+    """Sum what attention and MLPs return, and what norms of all heads need, in place. Before modules are
+    replaced by faster ones."""
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
         if own in _BY_INPUTS and isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), own, SummedLinear(module, group))
         elif type(module).__name__ in EXPERTS:
             setattr(model.get_submodule(parent), own, SummedExperts(module, group))
+        elif own in ("q_norm", "k_norm") and type(module).__name__ in _OF_ALL_HEADS:
+            setattr(model.get_submodule(parent), own, DividedNorm(module, group))

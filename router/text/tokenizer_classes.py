@@ -27,7 +27,12 @@ _QWEN3_5_SPLIT = _QWEN_SPLIT.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(
 """The same with marks in words."""
 
 
-_KEEP_THEIR_FILE = frozenset({"mistral", "mistral3", "mixtral", "phi3"})
+_KEEP_THEIR_FILE = frozenset(
+    (
+        *("ernie4_5", "ernie4_5_moe", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid"),
+        *("minimax_m2", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi3"),
+    )
+)
 """Values of model_type for which transformers takes the file as it is, whatever class is declared."""
 _ALWAYS_REBUILT = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer")
 """model_type -> the class that transformers takes, whatever is declared."""

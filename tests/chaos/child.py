@@ -17,7 +17,7 @@ import worker.build
 from engine.fake import fake_spec
 from tests.chaos.gates import Gates, put_gates
 from tests.chaos.launcher import NetworkClient, put_behind, run_program
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_configs import VOCAB_SIZE
 
 _PR_SET_PDEATHSIG = 1
 

@@ -11,7 +11,7 @@ from tests.chaos.asked import Answer, Asked, draw, with_stop
 from tests.chaos.client import Client
 from tests.chaos.stack import ChaosStack
 from tests.support.reference import reference_generate
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_configs import VOCAB_SIZE
 
 TOKENS = 60
 _SHORT, _LONG = (100, 150), (260, 300)

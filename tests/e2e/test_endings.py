@@ -17,7 +17,7 @@ from openai import OpenAI
 from tests.e2e.asking import ask, timeline
 from tests.harness.local_stack import Stack, stack
 from tests.support.sse import DONE, sse_events
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_configs import VOCAB_SIZE
 
 EOS = 258
 PAIRS = range(259, VOCAB_SIZE)  # every one of these tokens is two letters

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3TextConfig,
-    GemmaConfig,
     GPT2Config,
     GptOssConfig,
     JambaConfig,
     LlamaConfig,
     MistralConfig,
+    OlmoConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -29,7 +29,8 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_configs import FAMILIES, SIMILAR
+from tests.support.tiny_models import make_tiny
 
 
 def with_field(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
@@ -42,16 +43,16 @@ def rope(**fields: Any) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "factor": 2.0, **fields}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **SIMILAR}))
 def test_every_tested_family_passes(family: str) -> None:
-    check_model(FAMILIES[family]())
+    check_model({**FAMILIES, **SIMILAR}[family]())
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         (GPT2Config(), "model_type 'gpt2'"),
-        (GemmaConfig(), "model_type 'gemma' in config.json: it is not in the table"),
+        (OlmoConfig(), "model_type 'olmo' in config.json: it is not in the table"),
         (JambaConfig(), "model_type 'jamba' in config.json: transformers' scan"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),

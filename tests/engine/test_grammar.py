@@ -24,7 +24,8 @@ from engine.grammar import GrammarCompiler, GrammarState, mask_words
 from engine.sampler import Sampled, Sampler
 from engine.sampling_state import SamplingState
 from tests.support.driver import Driver, open_runner
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny, write_tokenizer
+from tests.support.tiny_configs import VOCAB_SIZE
+from tests.support.tiny_models import make_tiny, write_tokenizer
 from wire.grammars import matcher_grammar
 from wire.request import Grammar, GrammarKind, SamplingParams
 

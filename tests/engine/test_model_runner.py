@@ -10,7 +10,7 @@ import pytest
 from engine.errors import EngineError
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_runner
-from tests.support.tiny_models import FAMILIES
+from tests.support.tiny_configs import FAMILIES, SIMILAR
 
 PAGES = 420
 
@@ -27,7 +27,7 @@ def generated(
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **SIMILAR}))
 @pytest.mark.parametrize(
     ("page_size", "chunk", "stagger"),
     [

@@ -27,10 +27,11 @@ from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_runner
 from tests.support.rank_rig import open_ranks
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
+from tests.support.tiny_models import make_tiny
 
 LAW = 1.5
-EVERY = [*FAMILIES, *MIXED]
+EVERY = [*FAMILIES, *MIXED, *SIMILAR]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 SEQUENCES, LENGTH = 8, 256
 PAGE = 16

@@ -18,7 +18,7 @@ from tests.support.driver import Driver, open_pools
 from tests.support.image_models import PROMPT, TOKENS, WHOLES, generated, whole_model, written
 from tests.support.quantised_checkpoints import write
 from tests.support.reference import reference_generate
-from tests.support.tiny_models import MIXED
+from tests.support.tiny_configs import MIXED
 
 
 def renamed(directory: Path, names: dict[str, str]) -> None:

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.support.reference import reference_model
-from tests.support.tiny_models import FAMILIES, MIXED, SPECIAL_TOKENS, VOCAB_SIZE, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR, VOCAB_SIZE
+from tests.support.tiny_models import SPECIAL_TOKENS, make_tiny
 
-EVERY = sorted({**FAMILIES, **MIXED})
+EVERY = sorted({**FAMILIES, **MIXED, **SIMILAR})
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -11,7 +11,8 @@ import torch
 from engine.grammar import GrammarCompiler
 from engine.sampling_state import SamplingState
 from engine.token_masks import TokenMasks
-from tests.support.tiny_models import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_configs import VOCAB_SIZE
+from tests.support.tiny_models import write_tokenizer
 from wire.request import Grammar, GrammarKind, SamplingParams
 
 EOS = 258

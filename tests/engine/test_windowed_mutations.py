@@ -23,7 +23,7 @@ from engine.paged_layers import AttentionBackend, PagedLayers
 from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model
-from tests.support.tiny_models import WINDOW
+from tests.support.tiny_configs import WINDOW
 
 FAMILIES = ("mistral_window", "gemma3_text", "gpt_oss")
 PAGE, PAGES, TOKENS = 8, 40, 32

@@ -17,7 +17,7 @@ from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_oracle_bfloat16 import LAW
 from tests.support.driver import Driver, open_pools
-from tests.support.oracle import EVERY
+from tests.support.oracle import EVERY, SIMILAR
 from tests.support.wide_models import WIDE, make_wide
 
 PAGE, PAGES = 16, 40
@@ -25,7 +25,7 @@ LIMITS = DecodeLimits(sequences=4, context_pages=10, rows=8)
 OUTPUTS = 24
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", [*EVERY, *SIMILAR])
 def test_float32_tokens_equal_generate(family: str, drawn: Drawn, device: str) -> None:
     path, expected = drawn(family)
     runner, _ = open_pools(path, PAGE, PAGES, attention="auto", device=device)

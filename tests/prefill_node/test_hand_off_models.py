@@ -17,7 +17,8 @@ from kvcache.quant import KVFormat
 from router.directory.directory import Directory
 from tests.support.hand_off import Pair, held, pair
 from tests.support.reference import MIN_MARGIN, draw_model, reference_generate
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_models import make_tiny, write_tiny
 from wire.messages.directory import Announce, Announced, AnnounceRefused
 
 pytestmark = pytest.mark.slow

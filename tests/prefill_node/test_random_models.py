@@ -23,7 +23,7 @@ import torch
 
 from engine.gate import FAMILIES
 from tests.support.hand_off import Pair, pair
-from tests.support.random_models import CLASSES, family_of, random_config, random_options, random_prompts
+from tests.support.random_models import EVERY_SHAPE, family_of, random_config, random_options, random_prompts
 from tests.support.reference import reference_generate, reference_greedy, reference_model
 from tests.support.tiny_models import write_tiny
 
@@ -68,7 +68,7 @@ def answers(both: Pair, first_room: int, prompts: list[list[int]], split: bool) 
 
 
 def test_every_family_is_drawn() -> None:
-    assert set(CLASSES) == set(FAMILIES)
+    assert set(EVERY_SHAPE) == set(FAMILIES)
 
 
 @pytest.mark.oracle_full

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from tests.support.reference import MIN_MARGIN, greedy
-from tests.support.tiny_models import FAMILIES, MIXED, randomise, write_tokenizer
+from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_models import randomise, write_tokenizer
 
 PROMPT = [65, 10, 7, 200, 31, 99, 143, 12, 5, 250, 88, 61] * 3
 TOKENS = 24

@@ -8,12 +8,18 @@ from itertools import combinations, product
 
 import pytest
 
+from tests.support import tiny_configs
+
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "qwen2_moe")
 LATENT = ("deepseek_v2", "deepseek_v3")
 WINDOWED = ("mistral_window", "gemma2", "gemma3_text", "gpt_oss")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "lfm2")
 """Families with a state group."""
 EVERY = (*DENSE, *LATENT, *WINDOWED, *HYBRID)
+SIMILAR = tuple(sorted({**tiny_configs.SIMILAR, "seed_oss": None}))
+"""Families whose memory and attention are those of one in EVERY."""
+STATEFUL = (*HYBRID, "granitemoehybrid", "lfm2_moe")
+"""Families of EVERY and of SIMILAR with a state group."""
 
 Pair = tuple[tuple[int, object], tuple[int, object]]
 

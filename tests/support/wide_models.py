@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_models import FAMILIES, MIXED, write_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_models import write_tiny
 
-DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3", "seed_oss")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families whose whole decoder is replaced on CUDA; of mixtures all but routers and experts."""
 

@@ -39,6 +39,7 @@ CASES = [
     ("gemma2", "ct_int4_zeros"),
     ("mistral_window", "ct_int8"),
     ("qwen2_moe", "ct_fp8"),
+    ("minimax_m2", "fp8"),
 ]
 ANSWER = 24
 both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))

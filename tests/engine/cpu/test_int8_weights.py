@@ -20,7 +20,8 @@ from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.loader import load_model
 from tests.engine.cpu.test_experts import make_experts
 from tests.support.driver import Driver, open_runner
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_configs import FAMILIES
+from tests.support.tiny_models import make_tiny
 
 try:
     check_packable()

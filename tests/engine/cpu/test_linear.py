@@ -13,7 +13,8 @@ from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packa
 from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
 from engine.loader import load_model
-from tests.support.tiny_models import FAMILIES, write_tiny
+from tests.support.tiny_configs import FAMILIES
+from tests.support.tiny_models import write_tiny
 
 try:
     check_packable()

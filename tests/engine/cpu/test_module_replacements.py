@@ -10,13 +10,14 @@ from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedLinear, check_packable
 from engine.cpu.op import KernelsUnavailable
 from engine.loader import load_model
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_configs import FAMILIES
+from tests.support.tiny_models import make_tiny
 
 try:
     check_packable()
 except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
-FUSED = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3")
+FUSED = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3", "seed_oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

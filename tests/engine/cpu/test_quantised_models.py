@@ -25,7 +25,8 @@ from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
 from tests.support.driver import STATE_SLOTS, Driver
-from tests.support.tiny_models import MIXED, make_tiny, write_tiny
+from tests.support.tiny_configs import MIXED
+from tests.support.tiny_models import make_tiny, write_tiny
 from worker.options import WorkerOptions
 
 FORMATS = [form for form in KVFormat if form is not KVFormat.AUTO]

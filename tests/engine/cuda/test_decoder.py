@@ -38,7 +38,8 @@ from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_modu
 from tests.support.rank_rig import spread_pool
 from tests.support.reference import reference_generate
 from tests.support.thread_ranks import ThreadRanks, two_groups
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_configs import FAMILIES
+from tests.support.tiny_models import make_tiny
 from tests.support.wide_models import DENSE, MIXTURES, make_wide
 
 OUTPUTS = 16
@@ -97,7 +98,6 @@ def check_tokens(path: Path, own: bool) -> None:
     assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
 def test_tokens_in_float32_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
     check_tokens(make_wide(family, tmp_path, 5), own)

@@ -11,7 +11,8 @@ from engine.cuda.experts import experts_wait
 from engine.graphs import DecodeLimits
 from tests.support.driver import open_pools
 from tests.support.eager_recorder import EagerRecorder
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_models import make_tiny
 
 CUDA = torch.device("cuda")
 

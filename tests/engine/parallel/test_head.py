@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.families.windowed import CappedHead
+from engine.families.heads import CappedHead
 from engine.parallel.group import _SLOT_BYTES
 from engine.parallel.head import DividedHead, divide_head, is_divided_head
 from tests.engine.parallel.test_group import group_of, on_all

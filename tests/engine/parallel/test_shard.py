@@ -17,7 +17,8 @@ from engine.loader import load_model
 from engine.model_config import read_config
 from engine.parallel.shard import Shard
 from tests.support.quantised_checkpoints import write
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
+from tests.support.tiny_models import make_tiny
 
 
 @dataclass
@@ -116,6 +117,19 @@ def test_what_is_divided_otherwise() -> None:
     assert Shard(1, 2).divide(config)("model.layers.0.self_attn.qkv_proj.weight") == Division(
         0, 1, 2, (heads * dim, kv_heads * dim, kv_heads * dim)
     )
+
+
+def test_weights_of_two_projections_and_of_norms_of_all_heads() -> None:
+    config = SIMILAR["glm4"]()
+    divide = Shard(1, 2).divide(config)
+    inner = config.intermediate_size
+    assert divide("model.layers.0.mlp.gate_up_proj.weight") == Division(0, 1, 2, (inner, inner))
+    assert divide("model.layers.0.self_attn.k_proj.bias") == Division(0, 1, 2)
+    assert Shard(0, 4).config(config).num_key_value_heads == 1
+    divided = [Shard(rank, 4).divide(SIMILAR["minimax_m2"]()) for rank in range(4)]
+    for name, parts in (("q_norm", [0, 1, 2, 3]), ("k_norm", [0, 0, 1, 1])):
+        found = [divide(f"model.layers.0.self_attn.{name}.weight") for divide in divided]
+        assert found == [Division(0, part, max(parts) + 1) for part in parts]
 
 
 def test_fewer_kv_heads_than_ranks_are_each_in_several_parts() -> None:

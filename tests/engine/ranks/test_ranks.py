@@ -30,16 +30,18 @@ from tests.support.children import children_of
 from tests.support.driver import Driver, open_pools
 from tests.support.quantised_checkpoints import write
 from tests.support.rank_rig import TIMEOUT_S, open_ranks
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
+from tests.support.tiny_models import make_tiny
 from wire.request import TokenLogprobs
 
 PAGE, PAGES = 16, 40
-CHOSEN = ("qwen3_next",)
+CHOSEN = ("olmo3", "qwen3_next")
 """In `make test`. The served oracle has others."""
 
 
 def families() -> list[object]:
-    named = [name for name in (*FAMILIES, *MIXED) if name.removesuffix("_window") in DIVIDED]
+    every = (*FAMILIES, *MIXED, *SIMILAR)
+    named = [name for name in every if name.removesuffix("_window") in DIVIDED]
     return [
         pytest.param(name, marks=() if name in CHOSEN else pytest.mark.oracle_full) for name in sorted(named)
     ]
@@ -64,10 +66,10 @@ def test_tokens_equal_generate_however_they_are_computed(options: dict[str, Any]
 
 
 @pytest.mark.oracle_full
-@pytest.mark.parametrize("divided", [False, True])
-def test_fewer_kv_heads_than_ranks(divided: bool, drawn: Drawn) -> None:
-    """Each of the two belongs to two of the ranks."""
-    check_tokens(*drawn("qwen2"), size=4, divided=divided)
+@pytest.mark.parametrize(("family", "divided"), [("qwen2", False), ("qwen2", True), ("minimax_m2", False)])
+def test_fewer_kv_heads_than_ranks(family: str, divided: bool, drawn: Drawn) -> None:
+    """Each of the two belongs to two of the ranks; so do MiniMax's weights of norms."""
+    check_tokens(*drawn(family), size=4, divided=divided)
 
 
 def check_tokens(path: Path, expected: list[list[int]], size: int = 2, **options: Any) -> None:

@@ -16,9 +16,10 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, InvalidRequest
+from engine.gate import FAMILIES as SERVED
 from router.text.chat import Chat
 from router.text.tokenization import Tokenization
-from tests.support.tiny_models import FAMILIES as TINY_FAMILIES
+from tests.support.tiny_configs import FAMILIES as TINY_FAMILIES
 from tests.support.tiny_models import make_tiny
 from tests.support.tokenizers import byte_fallback, byte_level
 
@@ -166,6 +167,20 @@ def test_marks_are_split_as_transformers_does_for_the_model(
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenization(tmp_path)
     for text in MARKED:
         assert ours.tokenizer.encode(text).ids == theirs.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("declared", "make"), [("LlamaTokenizer", byte_fallback), ("Qwen2Tokenizer", byte_level)]
+)
+@pytest.mark.parametrize("model_type", [one for one in sorted(SERVED) if not one.startswith("qwen")])
+def test_a_class_is_rebuilt_where_transformers_does_for_the_model(
+    model_type: str, declared: str, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The file has a vocabulary of the declared class's kind, and does not say all that the class does."""
+    path = _of_model(tmp_path, model_type, make, declared, legacy=False)
+    theirs, ours = AutoTokenizer.from_pretrained(path), Tokenization(path)
+    for text in ("  two  spaces", " a</s> b", "1234 it's"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama3", "llama2", "mistral"])

@@ -1,0 +1,47 @@
+"""Projections onto the vocabulary whose logits a model changes afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CappedHead(nn.Module):
+    """A projection onto the vocabulary whose logits x become cap tanh(x / cap)."""
+
+    def __init__(self, head: nn.Module, cap: float) -> None:
+        super().__init__()
+        self.head = head
+        self._cap = cap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: torch.Tensor = self.head(hidden)
+        return torch.tanh(logits / self._cap) * self._cap
+
+
+class ScaledHead(nn.Module):
+    """A projection onto the vocabulary whose logits are multiplied by a factor."""
+
+    def __init__(self, head: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.head = head
+        self._factor = factor
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: torch.Tensor = self.head(hidden) * self._factor
+        return logits
+
+
+def cap_logits(model: Any) -> None:
+    """As `final_logit_softcapping` of the model's config says."""
+    if model.config.final_logit_softcapping is not None:
+        model.lm_head = CappedHead(model.lm_head, model.config.final_logit_softcapping)
+
+
+def scale_logits(model: Any, factor: float) -> None:
+    """Multiply all logits."""
+    model.lm_head = ScaledHead(model.lm_head, factor)

@@ -1,0 +1,309 @@
+"""Random shapes of models: the keys of a config.json, by model type."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.support.tiny_configs import VOCAB_SIZE
+
+Keys = dict[str, Any]
+_POSITIONS = 1024
+_HEADS = [
+    (1, 1),
+    (2, 1),
+    (2, 2),
+    (3, 1),
+    (3, 3),
+    (4, 1),
+    (4, 2),
+    (4, 4),
+    (5, 5),
+    (6, 2),
+    (6, 3),
+    (8, 2),
+    (8, 8),
+]
+"""Of queries, and of keys and values."""
+
+
+class ShapeDraw:
+    """Draws the keys of one config.json."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.heads, self.kv_heads = rng.choice(_HEADS)
+        self.head_dim = rng.choice([8, 16, 24, 32, 48, 64])
+        self.layers = rng.randrange(1, 6)
+        self.hidden = 8 * self.heads * rng.randrange(1, 1 + max(1, 12 // self.heads))  # heads divide it
+
+    def common(self) -> Keys:
+        """What every family has."""
+        return {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": self.hidden,
+            "intermediate_size": 8 * self.rng.randrange(2, 16),
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": _POSITIONS,
+            "bos_token_id": None,
+            "eos_token_id": 258,
+            "pad_token_id": None,
+            "tie_word_embeddings": self.rng.random() < 0.4,
+        }
+
+    def rope(self, **more: Any) -> Keys:
+        """One of the kinds of rotary embeddings that are served."""
+        rng = self.rng
+        kind = rng.choice(["default", "linear", "llama3", "yarn"])
+        keys: Keys = {"rope_type": kind, "rope_theta": rng.choice([1e3, 1e4, 1e6]), **more}
+        if kind != "default":
+            keys["factor"] = rng.choice([2.0, 4.0, 8.0])
+        if kind == "llama3":
+            keys |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([2.0, 4.0])}
+        if kind in ("llama3", "yarn"):
+            keys["original_max_position_embeddings"] = rng.choice([64, 256])
+        return keys
+
+    def window(self) -> int:
+        """From a query that sees one token before it to one that sees whole prompts."""
+        return self.rng.choice([2, 3, 7, 16, 17, 24, 33, 64, 400])
+
+    def kinds(self, one: str, other: str, at_least: str) -> list[str]:
+        """layer_types with a layer of `at_least` among them."""
+        kinds = [self.rng.choice([one, other]) for _ in range(self.layers)]
+        kinds[self.rng.randrange(self.layers)] = at_least
+        return kinds
+
+    def experts(self, number: str) -> Keys:
+        """Experts, of which each token visits some."""
+        count = self.rng.randrange(2, 9)
+        return {
+            number: count,
+            "num_experts_per_tok": self.rng.randrange(1, count + 1),
+            "moe_intermediate_size": 8 * self.rng.randrange(2, 8),
+        }
+
+    def flag(self) -> bool:
+        return self.rng.random() < 0.5
+
+
+def _llama(draw: ShapeDraw) -> Keys:
+    return {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _mistral(draw: ShapeDraw) -> Keys:
+    return {"sliding_window": draw.window() if draw.flag() else None, "rope_parameters": draw.rope()}
+
+
+def _qwen(draw: ShapeDraw) -> Keys:
+    keys: Keys = {"rope_parameters": draw.rope()}
+    if draw.flag():
+        keys |= {
+            "use_sliding_window": True,
+            "sliding_window": draw.window(),
+            "layer_types": draw.kinds("sliding_attention", "full_attention", "sliding_attention"),
+        }
+    return keys
+
+
+def _qwen2(draw: ShapeDraw) -> Keys:
+    return {**_qwen(draw), "hidden_size": draw.heads * draw.head_dim, "head_dim": draw.head_dim}
+
+
+def _qwen3(draw: ShapeDraw) -> Keys:
+    return {**_qwen(draw), "attention_bias": draw.flag()}
+
+
+def _qwen3_moe(draw: ShapeDraw) -> Keys:
+    dense = [layer for layer in range(draw.layers) if draw.rng.random() < 0.3]
+    return {
+        **draw.experts("num_experts"),
+        "norm_topk_prob": draw.flag(),
+        "mlp_only_layers": dense,
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _mixtral(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    return {**experts, **_mistral(draw)}
+
+
+def _phi3(draw: ShapeDraw) -> Keys:
+    """transformers takes other kinds of rotary embeddings for longrope."""
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "sliding_window": draw.window() if draw.flag() else None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw.rng.choice([1e3, 1e4]),
+            "partial_rotary_factor": draw.rng.choice([0.25, 0.5, 1.0]),
+        },
+    }
+
+
+def _qwen2_moe(draw: ShapeDraw) -> Keys:
+    return {
+        **_qwen(draw),
+        **draw.experts("num_experts"),
+        "hidden_size": draw.heads * draw.head_dim,
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "mlp_only_layers": [layer for layer in range(draw.layers) if draw.rng.random() < 0.3],
+        "norm_topk_prob": draw.flag(),
+        "qkv_bias": draw.flag(),
+    }
+
+
+def _gemma2(draw: ShapeDraw) -> Keys:
+    return {
+        "query_pre_attn_scalar": draw.rng.choice([8, 24, 64]),
+        "attn_logit_softcapping": draw.rng.choice([None, 2.0, 50.0]),
+        "final_logit_softcapping": draw.rng.choice([None, 5.0, 30.0]),
+        "attention_bias": draw.flag(),
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def deepseek(draw: ShapeDraw) -> Keys:
+    groups, in_group = draw.rng.choice([(1, 4), (2, 2), (2, 4), (4, 2)])
+    chosen = draw.rng.randrange(1, groups + 1)
+    experts = draw.experts("n_routed_experts") | {"n_routed_experts": groups * in_group}
+    return {
+        **experts,
+        "num_experts_per_tok": draw.rng.randrange(1, chosen * in_group + 1),
+        "num_key_value_heads": draw.heads,
+        "q_lora_rank": draw.rng.choice([None, 16, 24]),
+        "kv_lora_rank": draw.rng.choice([16, 32, 40]),
+        "qk_rope_head_dim": draw.rng.choice([8, 16]),
+        "qk_nope_head_dim": draw.rng.choice([8, 16, 24]),
+        "v_head_dim": draw.rng.choice([8, 12, 16]),
+        "n_shared_experts": draw.rng.randrange(1, 3),
+        "n_group": groups,
+        "topk_group": chosen,
+        "first_k_dense_replace": draw.rng.randrange(0, draw.layers + 1),
+        "routed_scaling_factor": draw.rng.choice([1.0, 2.0]),
+    }
+
+
+def _deepseek_v2(draw: ShapeDraw) -> Keys:
+    return {**deepseek(draw), "topk_method": draw.rng.choice(["greedy", "group_limited_greedy"])}
+
+
+def deepseek_v3(draw: ShapeDraw) -> Keys:
+    return {
+        **deepseek(draw),
+        "norm_topk_prob": draw.flag(),
+        "rope_interleave": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _gemma3(draw: ShapeDraw) -> Keys:
+    return {
+        "query_pre_attn_scalar": draw.rng.choice([8, 24, 64]),
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
+def _gpt_oss(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    return {
+        **experts,
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _delta_net(draw: ShapeDraw) -> Keys:
+    key_heads = draw.rng.randrange(1, 4)
+    return {
+        "head_dim": draw.rng.choice([16, 32, 64]),  # a quarter of it is rotated, in pairs
+        "layer_types": draw.kinds("linear_attention", "full_attention", "full_attention"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.rng.randrange(1, 4),
+        "linear_key_head_dim": draw.rng.choice([8, 16]),
+        "linear_value_head_dim": draw.rng.choice([8, 12, 16]),
+        "linear_conv_kernel_dim": draw.rng.choice([2, 3, 4]),
+        "rope_parameters": draw.rope(partial_rotary_factor=draw.rng.choice([0.25, 0.5, 1.0])),
+    }
+
+
+def _qwen3_next(draw: ShapeDraw) -> Keys:
+    return {
+        **_delta_net(draw),
+        **draw.experts("num_experts"),
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "mlp_only_layers": [layer for layer in range(draw.layers) if draw.rng.random() < 0.3],
+        "norm_topk_prob": draw.flag(),
+    }
+
+
+def _qwen3_5_moe(draw: ShapeDraw) -> Keys:
+    return {
+        **_delta_net(draw),
+        **draw.experts("num_experts"),
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+    }
+
+
+def _falcon_h1(draw: ShapeDraw) -> Keys:
+    heads, head_dim = draw.rng.choice([(2, 16), (4, 8), (4, 16), (6, 16)])
+    return {
+        "mamba_d_ssm": heads * head_dim,
+        "mamba_n_heads": heads,
+        "mamba_d_head": head_dim,
+        "mamba_n_groups": draw.rng.choice([1, 2]),
+        "mamba_d_state": draw.rng.choice([8, 12, 16]),
+        "mamba_d_conv": draw.rng.choice([2, 4]),
+        "mamba_chunk_size": draw.rng.choice([8, 16, 256]),
+        "mamba_rms_norm": draw.flag(),
+        "mamba_norm_before_gate": draw.flag(),
+        "projectors_bias": draw.flag(),
+        "key_multiplier": draw.rng.choice([0.9, 1.0]),
+        "lm_head_multiplier": draw.rng.choice([0.5, 1.0]),
+        "ssm_multipliers": [draw.rng.choice([0.7, 0.9, 1.0, 1.2]) for _ in range(5)],
+    }
+
+
+def lfm2(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "conv_bias": draw.flag(),
+        "conv_L_cache": draw.rng.choice([2, 3, 4]),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": draw.kinds("conv", "full_attention", "full_attention"),
+    }
+
+
+SHAPES = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "qwen2_moe": _qwen2_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _delta_net,
+    "qwen3_5_moe_text": _qwen3_5_moe,
+    "falcon_h1": _falcon_h1,
+    "lfm2": lfm2,
+}
+"""model_type -> the keys beside those that all have."""

@@ -1,0 +1,188 @@
+"""Random shapes of the families that differ from another in their layers alone."""
+
+from __future__ import annotations
+
+from tests.support.random_shapes import Keys, ShapeDraw, deepseek, deepseek_v3, lfm2
+
+
+def _cohere2(draw: ShapeDraw) -> Keys:
+    return {
+        **_windowed(draw),
+        "logit_scale": draw.rng.choice([0.0625, 0.5, 1.0]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _windowed(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+    }
+
+
+def _ernie(draw: ShapeDraw) -> Keys:
+    return {"use_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _ernie_moe(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("moe_num_experts")
+    experts["moe_k"] = experts.pop("num_experts_per_tok")
+    return {
+        **_ernie(draw),
+        **experts,
+        "hidden_size": draw.heads * draw.head_dim,
+        "moe_num_shared_experts": draw.rng.randrange(3),
+        "moe_layer_start_index": draw.rng.randrange(draw.layers),
+        "moe_layer_interval": draw.rng.randrange(1, 3),
+    }
+
+
+def _gemma(draw: ShapeDraw) -> Keys:
+    return {"attention_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _half_rotary(draw: ShapeDraw) -> Keys:
+    """Half of a head is rotated, in pairs."""
+    return {
+        "head_dim": draw.rng.choice([8, 16, 24]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }
+
+
+def _glm4_moe(draw: ShapeDraw) -> Keys:
+    keys = deepseek(draw)
+    routing = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group")
+    others = ("moe_intermediate_size", "first_k_dense_replace", "routed_scaling_factor")
+    return {
+        **{name: keys[name] for name in (*routing, *others)},
+        **_half_rotary(draw),
+        "use_qk_norm": draw.flag(),
+        "norm_topk_prob": draw.flag(),
+    }
+
+
+def _glm4_moe_lite(draw: ShapeDraw) -> Keys:
+    keys = deepseek_v3(draw)
+    dense = keys.pop("first_k_dense_replace")
+    keys["q_lora_rank"] = keys["q_lora_rank"] or 16
+    return {**keys, "mlp_layer_types": ["dense"] * dense + ["sparse"] * (draw.layers - dense)}
+
+
+def _granite(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "embedding_multiplier": draw.rng.choice([1.0, 2.0]),
+        "logits_scaling": draw.rng.choice([1.0, 3.0, 8.0]),
+        "residual_multiplier": draw.rng.choice([0.5, 1.0]),
+        "attention_multiplier": draw.rng.choice([0.1, 0.3]),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _granite_hybrid(draw: ShapeDraw) -> Keys:
+    keys = _granite(draw)
+    del keys["mlp_bias"]
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    if draw.flag():
+        experts["num_local_experts"] = 0
+    return {
+        **keys,
+        **experts,
+        "layer_types": draw.kinds("linear_attention", "full_attention", "full_attention"),
+        "shared_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "position_embedding_type": draw.rng.choice(["rope", "nope"]),
+        "mamba_n_heads": draw.heads,
+        "mamba_d_state": draw.rng.choice([8, 12, 16]),
+        "mamba_d_conv": draw.rng.choice([2, 4]),
+        "mamba_chunk_size": draw.rng.choice([8, 16, 256]),
+        "mamba_conv_bias": draw.flag(),
+        "mamba_proj_bias": draw.flag(),
+    }
+
+
+def _minimax(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    rotary = _half_rotary(draw)
+    del rotary["attention_bias"]
+    return {**experts, **rotary}
+
+
+def _olmo2(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _olmo3(draw: ShapeDraw) -> Keys:
+    return {
+        **_windowed(draw),
+        "attention_bias": draw.flag(),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
+def _exaone4(draw: ShapeDraw) -> Keys:
+    if draw.flag():
+        full = {"sliding_window": None, "layer_types": ["full_attention"] * draw.layers}
+        return {**full, "rope_parameters": draw.rope()}
+    return {**_windowed(draw), "rope_parameters": draw.rope()}
+
+
+def _seed_oss(draw: ShapeDraw) -> Keys:
+    biases = {name: draw.flag() for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
+    return {**biases, "rope_parameters": draw.rope()}
+
+
+def _smollm3(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "no_rope_layers": [draw.rng.randrange(2) for _ in range(draw.layers)],
+        "use_sliding_window": (windowed := draw.flag()),
+        "sliding_window": draw.window() if windowed else None,
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _lfm2_moe(draw: ShapeDraw) -> Keys:
+    keys = lfm2(draw)
+    del keys["block_auto_adjust_ff_dim"]
+    return {
+        **keys,
+        **draw.experts("num_experts"),
+        "num_dense_layers": draw.rng.randrange(draw.layers + 1),
+        "use_expert_bias": draw.flag(),
+        "norm_topk_prob": draw.flag(),
+        "routed_scaling_factor": draw.rng.choice([1.0, 2.0]),
+    }
+
+
+SIMILAR_SHAPES = {
+    "cohere2": _cohere2,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie_moe,
+    "exaone4": _exaone4,
+    "gemma": _gemma,
+    "glm4": _half_rotary,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "granite": _granite,
+    "granitemoehybrid": _granite_hybrid,
+    "lfm2_moe": _lfm2_moe,
+    "minimax_m2": _minimax,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+}
+"""model_type -> the keys beside those that all have."""

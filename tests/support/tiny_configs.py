@@ -1,0 +1,348 @@
+"""Configs of the tiny models: a few layers of every supported family, features switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+VOCAB_SIZE = 320
+"""256 bytes, 3 special tokens, 61 pairs of letters: every id a model can sample has a text."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**COMMON),
+    "llama_bias": lambda: LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3),
+    "llama_yarn": lambda: LlamaConfig(**{**COMMON, "num_key_value_heads": 4}, rope_parameters=_YARN),
+    "mistral": lambda: MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in COMMON.items() if k != "head_dim"}),
+    "qwen3": lambda: Qwen3Config(**{**COMMON, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "phi3": lambda: Phi3Config(
+        **_without("head_dim"),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "seed_oss": lambda: SeedOssConfig(**COMMON, attention_bias=True, attention_out_bias=True),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_without("head_dim"),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+}
+"""Families and variants; the part before "_" is not always the model_type."""
+
+WINDOW = 24
+"""Of the tiny models with one: it bites in short contexts, and is no whole number of 16-token pages."""
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+_LINEAR = ["linear_attention", "full_attention"] * 2
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in COMMON.items() if name not in names}
+
+
+def _deepseek(**more: Any) -> dict[str, Any]:
+    """Two dense layers, then two with experts in two groups."""
+    return {
+        **_without("head_dim"),
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 2,
+        **more,
+    }
+
+
+def _delta_net(**more: Any) -> dict[str, Any]:
+    """Gated delta nets with fewer keys than values, and gated attention that rotates half a head."""
+    return {
+        **COMMON,
+        "num_hidden_layers": 4,
+        "layer_types": _LINEAR,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        **more,
+    }
+
+
+MIXED: dict[str, Callable[[], PretrainedConfig]] = {
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **_deepseek(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0)
+    ),
+    "deepseek_v2_lora": lambda: DeepseekV2Config(**_deepseek(q_lora_rank=24, topk_method="greedy")),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_deepseek(q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8})
+    ),
+    "deepseek_v3_halves": lambda: DeepseekV3Config(**_deepseek(q_lora_rank=None, rope_interleave=False)),
+    "mistral_window": lambda: MistralConfig(**COMMON, sliding_window=WINDOW),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=6.0,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+    ),
+    "phi3_window": lambda: Phi3Config(**_without("head_dim"), sliding_window=WINDOW),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**COMMON, "num_hidden_layers": 4, "intermediate_size": 64},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_delta_net(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            mlp_only_layers=[1, 2],
+        )
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_delta_net()),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **_delta_net(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **_without("head_dim"),
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=12,
+        mamba_chunk_size=8,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=True,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=1.5,
+        mlp_multipliers=[0.8, 0.7],
+        key_multiplier=0.9,
+        attention_out_multiplier=0.8,
+        attention_in_multiplier=1.2,
+        ssm_multipliers=[0.9, 0.8, 1.1, 1.2, 0.7],
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.6,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"] * 2,
+    ),
+    "phi3_longrope": lambda: Phi3Config(
+        **_without("head_dim"),
+        original_max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 512,
+            "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0],
+            "long_factor": [1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 30.0, 40.0],
+        },
+    ),
+}
+"""Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""
+
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma": lambda: GemmaConfig(**{**COMMON, "tie_word_embeddings": True}),
+    "smollm3": lambda: SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
+    "ernie4_5": lambda: Ernie4_5Config(**COMMON, use_bias=True),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **_without("head_dim"),
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "granite": lambda: GraniteConfig(
+        **_without("head_dim"),
+        embedding_multiplier=1.5,
+        logits_scaling=3.0,
+        residual_multiplier=0.8,
+        attention_multiplier=0.3,
+    ),
+    "glm4": lambda: Glm4Config(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
+    "glm4_moe": lambda: Glm4MoeConfig(**_glm_moe(), attention_bias=True, rope_parameters=_HALF_ROTARY),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **{**COMMON, "intermediate_size": 48},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=_HALF_ROTARY,
+    ),
+    "olmo2": lambda: Olmo2Config(**_without("head_dim")),
+    "olmo3": lambda: Olmo3Config(
+        **{**_without("head_dim"), "num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "exaone4": lambda: Exaone4Config(
+        **{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_SLIDING
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
+        logit_scale=0.5,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+        **{
+            name: value
+            for name, value in _deepseek(q_lora_rank=24).items()
+            if name != "first_k_dense_replace"
+        },
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+    ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **{**_without("head_dim"), "num_hidden_layers": 4, "intermediate_size": 32},
+        layer_types=_LINEAR,
+        shared_intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        position_embedding_type="rope",
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=12,
+        mamba_chunk_size=8,
+        mamba_proj_bias=True,
+        embedding_multiplier=1.5,
+        logits_scaling=3.0,
+        residual_multiplier=0.8,
+        attention_multiplier=0.3,
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
+        conv_bias=True,
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        layer_types=["conv", "full_attention"] * 2,
+    ),
+}
+"""Families whose memory and attention are another family's, and that differ in their layers alone."""
+
+
+def _glm_moe() -> dict[str, Any]:
+    """Two dense layers, then one with experts in two groups."""
+    return {
+        **COMMON,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    }
