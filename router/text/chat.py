@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.text import json_scanner
+from router.text.messages import without_billing_lines
 
 MOST_TEXT = 4 << 20  # characters and values of a field
 DEEPEST = json_scanner.DEEPEST + 8  # nesting of a field: a message has a call's arguments a few levels down
@@ -25,7 +26,7 @@ class Chat:
     ) -> None:
         """`continues`: the answer goes on with the last message's text. Raises InvalidRequest, with the name
         of the field, for too much text or too deep nesting, and for no text to go on with."""
-        self.messages = messages
+        self.messages = messages = without_billing_lines(messages)
         self.tools = tools
         self.add_generation_prompt = add_generation_prompt
         self.template_kwargs = template_kwargs or {}

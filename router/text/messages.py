@@ -18,11 +18,33 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """OpenAI's. A template may name others."""
 
 _INSTRUCT = ("system", "developer")
+_BILLING = "x-anthropic-billing-header:"
 
 END_OF_CONTENT = "END_OF_CONTENT_TO_GO_ON_WITH "
 """Put behind a content with which the answer goes on. Its last character shows whether a template trims."""
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def without_billing_lines(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without the line that Claude Code puts before its instructions:
+
+        x-anthropic-billing-header: cc_version=...; cc_entrypoint=...; cch=...;
+
+    It is for Anthropic's servers and differs in each request, so that no prompt would begin like the one
+    before it, and nothing of that would be in a cache. Instructions of nothing else are left out.
+    """
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") in _INSTRUCT and isinstance(content, str) and content.startswith(_BILLING):
+            while content.startswith(_BILLING):
+                content = content.partition("\n")[2]
+            if not content:
+                continue
+            message = {**message, "content": content}
+        kept.append(message)
+    return kept or messages
 
 
 def with_parsed_arguments(message: dict[str, Any], place: str) -> dict[str, Any]:

@@ -24,13 +24,15 @@ PROMPT_END = 8
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a family of models writes calls. `signs`: texts that all stand in its chat templates. `short_ids`:
-    its templates want ids of 9 characters."""
+    its templates want ids of 9 characters. `end_thoughts`: with what calls begin before which some models
+    forget to end their thoughts; elsewhere a thought may have a call in it that is none."""
 
     read: Callable[[Source, Calls], Reading[None]]
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     syntax: CallSyntax | None = None  # None: no grammar demands them
     short_ids: bool = False
+    end_thoughts: tuple[str, ...] = ()
 
 
 _HERMES = ToolFormat(hermes.read, hermes.MARKERS, (hermes.OPEN,), hermes.SYNTAX)
@@ -51,7 +53,9 @@ _SEED = ToolFormat(xml.read_seed, xml.SEED.markers, (xml.SEED.call[0],), xml_syn
 _MINIMAX = ToolFormat(
     xml.read_minimax, xml.MINIMAX.markers, (xml.MINIMAX.call[0],), xml_syntax.MINIMAX_SYNTAX
 )
-_GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX)
+_GLM = ToolFormat(
+    xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX, end_thoughts=(xml.GLM.call[0],)
+)
 
 _TOOL_FORMATS = (
     _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED, _MINIMAX, _QWEN_CODER, _GLM,
@@ -140,7 +144,8 @@ class Parsing:
 
         if self.reasoning is None:
             return ReadingParser(source, then(source), self.hidden)
-        reading = read_reasoning(source, self.reasoning, self.start, then)
+        end_thoughts = () if tools is None else tools.end_thoughts
+        reading = read_reasoning(source, self.reasoning, self.start, then, end_thoughts)
         return ReadingParser(source, reading, self.hidden)
 
 

@@ -39,6 +39,10 @@ class Source:
             self._recorded.append(taken)
         return taken
 
+    def put_back(self, taken: str) -> None:
+        """What was taken last comes next."""
+        self.text = taken + self.text
+
     def record(self, before: str = "") -> None:
         """Record what is taken from here on, behind `before`."""
         self._recorded = [before]

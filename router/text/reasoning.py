@@ -52,17 +52,25 @@ class ReasoningTags:
 
 
 def read(
-    source: Source, tags: ReasoningTags, start: ReasoningStart, then: Callable[[Source], Reading[None]]
+    source: Source,
+    tags: ReasoningTags,
+    start: ReasoningStart,
+    then: Callable[[Source], Reading[None]],
+    calls: tuple[str, ...] = (),
 ) -> Reading[None]:
-    """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it."""
+    """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it. `calls`:
+    with what calls begin that end it, too."""
     is_open = start in (ReasoningStart.OPEN, ReasoningStart.GOES_ON)
     if is_open or (start is ReasoningStart.MAY and (yield from _opens(source, tags.opening))):
         if start is not ReasoningStart.GOES_ON:
             yield from skip_space(source)
             yield from _opens(source, tags.opening)  # some models write it once more
             yield from skip_space(source)
-        yield from until(source, (tags.closing,), Reasoning)
-        yield from skip_space(source, "\n")
+        _, found = yield from until(source, (tags.closing, *calls), Reasoning)
+        if found in calls:
+            source.put_back(found)
+        else:
+            yield from skip_space(source, "\n")
     yield from then(source)
 
 

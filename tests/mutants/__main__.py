@@ -88,10 +88,12 @@ def _report(verdicts: Sequence[Verdict]) -> int:
     survivors = [verdict.mutant for verdict in verdicts if verdict.outcome == "survived"]
     for mutant in survivors:
         say(f"survivor: {mutant}: {mutant.survives or 'NO REASON IS KNOWN: a test is missing'}")
-    killed = sum(verdict.outcome == "killed" for verdict in verdicts)
-    say(f"killed {killed} of {len(verdicts)}")
-    sound = all(verdict.outcome != "invalid" for verdict in verdicts)
-    return 0 if sound and verdicts and killed >= _WANTED * len(verdicts) else 1
+    run = [verdict for verdict in verdicts if verdict.outcome != "skipped"]
+    killed = sum(verdict.outcome == "killed" for verdict in run)
+    skipped = len(verdicts) - len(run)
+    say(f"killed {killed} of {len(run)}" + (f"; {skipped} need another machine" if skipped else ""))
+    sound = all(verdict.outcome != "invalid" for verdict in run)
+    return 0 if sound and run and killed >= _WANTED * len(run) else 1
 
 
 if __name__ == "__main__":

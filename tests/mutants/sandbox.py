@@ -27,7 +27,7 @@ class Verdict:
     """What the tests said of a mutant."""
 
     mutant: Mutant
-    outcome: str  # "killed", "survived" or "invalid": the tests did not run
+    outcome: str  # "killed", "survived", "skipped": none of its tests runs here, or "invalid": pytest failed
     seconds: float
     why: str  # the first failure, or the last lines that pytest printed
 
@@ -62,6 +62,8 @@ class Sandbox:
         finally:
             place.write_text(whole)
         outcome = {_PYTEST_PASSED: "survived", _PYTEST_FAILED: "killed"}.get(status, "invalid")
+        if outcome == "survived" and " passed" not in said:
+            outcome = "skipped"
         return Verdict(mutant, outcome, time.monotonic() - began, said)
 
     def run_all(self, tests: Iterable[str], *arguments: str) -> tuple[int, str]:

@@ -11,13 +11,19 @@ import pytest
 from engine.cpu.op import KernelsUnavailable, machine_isas
 
 TESTS = Path(__file__).parents[2]
-try:
-    if "avx512_vnni" not in machine_isas():
-        pytest.skip("emulation needs AVX-512 with VNNI", allow_module_level=True)
-except KernelsUnavailable as error:
-    pytest.skip(f"no kernels: {error}", allow_module_level=True)
-pytestmark = pytest.mark.emulated
 
+
+def can_emulate() -> bool:
+    try:
+        return "avx512_vnni" in machine_isas()
+    except KernelsUnavailable:
+        return False
+
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(not can_emulate(), reason="emulation needs kernels, and AVX-512 with VNNI"),
+]
 
 NEW = "avx512_bf16 or amx"
 """Selects cases that name their instruction set; those of other files run with the best one."""

@@ -87,6 +87,10 @@ CHATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         [USER, {"role": "assistant", "content": "ok"}, USER],
     ),
     (
+        {"system": [text("x-anthropic-billing-header: cch=1;"), text("a"), text("b")], "messages": [USER]},
+        [{"role": "system", "content": "a\nb"}, USER],
+    ),
+    (
         {"messages": [USER, {"role": "system", "content": "now"}, USER]},
         [USER, {"role": "system", "content": "now"}, USER],
     ),

@@ -96,6 +96,39 @@ def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments: str) 
     assert chat.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=36ee5;"
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("message", "want"),
+    [
+        ({"role": "system", "content": f"{BILLING}\nBe brief.\n"}, "Be brief.\n"),
+        ({"role": "developer", "content": f"{BILLING}\n{BILLING}\n\n Be brief."}, "\n Be brief."),
+        (
+            {"role": "system", "content": [{"type": "text", "text": one} for one in (BILLING, "a", "b")]},
+            "a\nb",
+        ),
+        ({"role": "system", "content": BILLING}, None),
+        (
+            {"role": "system", "content": f"It begins with {BILLING}\nor not."},
+            f"It begins with {BILLING}\nor not.",
+        ),
+        ({"role": "user", "content": f"{BILLING}\nWhat is this?"}, f"{BILLING}\nWhat is this?"),
+    ],
+)
+def test_instructions_are_without_claude_codes_line(message: dict[str, Any], want: str | None) -> None:
+    chat = ChatFields().make_chat([copy.deepcopy(message), USER])
+    assert chat.messages == ([USER] if want is None else [{**message, "content": want}, USER])
+    other = json.loads(json.dumps(message).replace("36ee5", "0aaa9"))
+    if message["role"] != "user" and want != message["content"]:
+        assert ChatFields().make_chat([other, USER]).opening == chat.opening, "no worker has it in its cache"
+
+
+def test_a_chat_of_nothing_else_stays() -> None:
+    assert len(ChatFields().make_chat([{"role": "system", "content": BILLING}]).messages) == 1
+
+
 @pytest.mark.parametrize("arguments", ["", None])
 def test_no_arguments_are_an_empty_object(arguments: str | None) -> None:
     chat = ChatFields().make_chat([call(arguments)])

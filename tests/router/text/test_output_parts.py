@@ -417,6 +417,28 @@ def test_reasoning(reasoning: str, prompt_end: str, text: str, want: Found) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("<think>Hm.\n<tool_call>g</tool_call>", ("Hm.", "", [G])),
+        ("<think>Hm.</think>\n<tool_call>g</tool_call>", ("Hm.", "", [G])),
+        ("<think>Hm.<tool_call>g</tool_call>\n<tool_call>g</tool_call>\nSo.", ("Hm.", "So.", [G, G])),
+        ("<think><tool_call>g</tool_call>", ("", "", [G])),
+        ("<think>Hm.<tool_call>", ("Hm.", "<tool_call>", [])),
+        ("<think>Hm.<tool", ("Hm.<tool", "", [])),
+    ],
+)
+def test_glms_thoughts_end_with_a_call(text: str, want: Found) -> None:
+    whole = parts_of([text], "glm45", "glm45")
+    assert found(whole) == want
+    assert parts_of(list(text), "glm45", "glm45") == whole
+    without = OutputFormats("", {}, (), "glm45", "glm45").parsing("", None)
+    assert without is not None
+    parser = without.parser(7)
+    (part,) = joined([*parser.feed("<think>Hm.<tool_call>g</tool_call>"), *parser.end()])
+    assert part == Reasoning("Hm.<tool_call>g</tool_call>"), "a request without tools has no calls"
+
+
+@pytest.mark.parametrize(
     ("reasoning", "continued", "text", "want"),
     [
         ("qwen3", "<think>\nLet me see", " now.\n</think>\n\nYes.", (" now.", "Yes.", [])),
