@@ -30,10 +30,12 @@ def stored_format(config: Any) -> Format | None:
 
 
 def _fp8(settings: Settings) -> Format:
+    """Without a size of blocks a weight has one scale."""
     _one_of(settings, "fmt", ("e4m3",), default="e4m3")
-    block = _block(settings.get("weight_block_size"))
-    if block is None:
-        raise _refused("weight_block_size", settings.get("weight_block_size"), ("two sizes",))
+    sizes = settings.get("weight_block_size")
+    block = _block(sizes)
+    if block is None and sizes is not None:
+        raise _refused("weight_block_size", sizes, ("two sizes", None))
     return scaled_format(".weight_scale_inv", block)
 
 

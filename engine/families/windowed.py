@@ -92,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
         prepare=cap_logits,
     ),
+    "ministral3": _all_alike("Ministral3ForCausalLM"),
     "mistral": _all_alike("MistralForCausalLM"),
     "qwen2": _by_layer_type("Qwen2ForCausalLM"),
     "qwen3": _by_layer_type("Qwen3ForCausalLM"),

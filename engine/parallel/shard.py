@@ -44,7 +44,18 @@ _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
     *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4_moe"),
-    *("granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
+    *(
+        "granite",
+        "llama",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+    ),
     *("smollm3", "falcon_h1", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {

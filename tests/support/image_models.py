@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.support.reference import MIN_MARGIN, greedy
-from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
 from tests.support.tiny_models import randomise, write_tokenizer
 
 PROMPT = [65, 10, 7, 200, 31, 99, 143, 12, 5, 250, 88, 61] * 3
@@ -51,6 +51,12 @@ def _qwen(text: str) -> dict[str, Any]:
     }
 
 
+def _mistral3(text: PretrainedConfig) -> PretrainedConfig:
+    return Mistral3Config(
+        text_config=text, vision_config=_pixtral(), image_token_index=300, tie_word_embeddings=False
+    )
+
+
 WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": lambda: Gemma3Config(
         text_config=MIXED["gemma3_text"](),
@@ -60,12 +66,8 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         boi_token_index=301,
         eoi_token_index=302,
     ),
-    "mistral3": lambda: Mistral3Config(
-        text_config=FAMILIES["mistral"](),
-        vision_config=_pixtral(),
-        image_token_index=300,
-        tie_word_embeddings=False,
-    ),
+    "mistral3": lambda: _mistral3(FAMILIES["mistral"]()),
+    "ministral3": lambda: _mistral3(SIMILAR["ministral3"]()),
     "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(**_qwen("qwen3_5_moe_text")),
 }

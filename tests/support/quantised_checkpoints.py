@@ -170,6 +170,14 @@ def mxfp4(weight: Array) -> tuple[Tensors, Array]:
     return parts, exact.reshape(by_output.shape).transpose(0, 2, 1)
 
 
+def one_scale(weight: Array) -> tuple[Tensors, Array]:
+    """fp8 with a scale for the whole weight, and one for activations, which nothing reads."""
+    scale = np.float32(np.abs(weight).max() / 448)
+    stored = torch.from_numpy(weight / scale).to(torch.float8_e4m3fn)
+    scales = {".weight_scale_inv": torch.tensor(scale), ".activation_scale": torch.tensor(0.5)}
+    return {".weight": stored, **scales}, stored.float().numpy() * scale
+
+
 def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Path]:
     """The tiny model (family, seed) in the format `form`, in two files, and in float32 as it then is.
 
@@ -236,6 +244,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
             "activation_scheme": "dynamic",
         },
         scaled(".weight_scale_inv", (16, 128)),
+    ),
+    "fp8_static": (  # Ministral 3's
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+        one_scale,
     ),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     "awq": (

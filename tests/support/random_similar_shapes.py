@@ -114,6 +114,15 @@ def _minimax(draw: ShapeDraw) -> Keys:
     return {**experts, **rotary}
 
 
+def _ministral3(draw: ShapeDraw) -> Keys:
+    """Queries grow with their positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    return {
+        "sliding_window": draw.window() if draw.flag() else None,
+        "rope_parameters": {**rope, "llama_4_scaling_beta": draw.rng.choice([0.1, 0.5])},
+    }
+
+
 def _olmo2(draw: ShapeDraw) -> Keys:
     return {
         "hidden_size": draw.heads * draw.head_dim,
@@ -180,6 +189,7 @@ SIMILAR_SHAPES = {
     "granitemoehybrid": _granite_hybrid,
     "lfm2_moe": _lfm2_moe,
     "minimax_m2": _minimax,
+    "ministral3": _ministral3,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "seed_oss": _seed_oss,

@@ -26,6 +26,7 @@ from transformers import (
     Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -274,6 +275,15 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters=_HALF_ROTARY,
+    ),
+    "ministral3": lambda: Ministral3Config(
+        **COMMON,
+        rope_parameters={
+            **_YARN,
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 2048,
+            "llama_4_scaling_beta": 0.5,
+        },
     ),
     "olmo2": lambda: Olmo2Config(**_without("head_dim")),
     "olmo3": lambda: Olmo3Config(

@@ -40,6 +40,7 @@ CASES = [
     ("mistral_window", "ct_int8"),
     ("qwen2_moe", "ct_fp8"),
     ("minimax_m2", "fp8"),
+    ("ministral3", "fp8_static"),
 ]
 ANSWER = 24
 both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))
@@ -115,7 +116,7 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
     ("settings", "named"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, "weight_block_size is None"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
