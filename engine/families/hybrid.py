@@ -120,6 +120,27 @@ def _check_granite(config: Any) -> None:
 
 _LINEAR_OR_FULL = frozenset({"linear_attention", "full_attention"})
 
+
+def _with_delta_nets(architecture: str) -> Family:
+    return Family(
+        architecture,
+        _groups(_delta_net),
+        layer_types=_LINEAR_OR_FULL,
+        check=_some_attend,
+        prepare=_pack_mixers,
+    )
+
+
+def _with_short_convolutions(architecture: str) -> Family:
+    return Family(
+        architecture,
+        _groups(_short_conv),
+        layer_types=frozenset({"conv", "full_attention"}),
+        check=_some_attend,
+        prepare=_pack_mixers,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(
         "FalconH1ForCausalLM",
@@ -135,39 +156,9 @@ FAMILIES: dict[str, Family] = {
         check=_check_granite,
         prepare=_prepare_granite,
     ),
-    "lfm2": Family(
-        "Lfm2ForCausalLM",
-        _groups(_short_conv),
-        layer_types=frozenset({"conv", "full_attention"}),
-        check=_some_attend,
-        prepare=_pack_mixers,
-    ),
-    "lfm2_moe": Family(
-        "Lfm2MoeForCausalLM",
-        _groups(_short_conv),
-        layer_types=frozenset({"conv", "full_attention"}),
-        check=_some_attend,
-        prepare=_pack_mixers,
-    ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        _groups(_delta_net),
-        layer_types=_LINEAR_OR_FULL,
-        check=_some_attend,
-        prepare=_pack_mixers,
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        _groups(_delta_net),
-        layer_types=_LINEAR_OR_FULL,
-        check=_some_attend,
-        prepare=_pack_mixers,
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        _groups(_delta_net),
-        layer_types=_LINEAR_OR_FULL,
-        check=_some_attend,
-        prepare=_pack_mixers,
-    ),
+    "lfm2": _with_short_convolutions("Lfm2ForCausalLM"),
+    "lfm2_moe": _with_short_convolutions("Lfm2MoeForCausalLM"),
+    "qwen3_5_text": _with_delta_nets("Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": _with_delta_nets("Qwen3_5MoeForCausalLM"),
+    "qwen3_next": _with_delta_nets("Qwen3NextForCausalLM"),
 }
