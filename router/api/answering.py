@@ -29,6 +29,8 @@ from wire.request import NO_MARKS, OutputDelta, PromptMarks, SamplingParams
 _QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
 DONE = b"data: [DONE]\n\n"
 _LAST_EVENT_ID = HEADER.lower().encode()
+_SESSIONS_OF_AGENTS = (b"x-claude-code-session-id", b"x-session-affinity", b"session-id")
+"""Headers in which Claude Code, OpenCode and Codex name a conversation."""
 
 
 class StreamedAnswer(Answer, Protocol):
@@ -105,6 +107,15 @@ def _label(request: HttpRequest, name: bytes) -> str | None:
     return value
 
 
+def _session(request: HttpRequest, named: str) -> str:
+    """The conversation that a request belongs to: our header's, the body's, or what a coding agent calls it.
+    "": nobody says."""
+    if own := _label(request, b"x-baton-session") or named:
+        return own
+    others = (request.header(name) for name in _SESSIONS_OF_AGENTS)
+    return next((one for one in others if one and len(one) <= LONGEST_LABEL), "")
+
+
 def tenant_of(router: Router, request: HttpRequest) -> str:
     """The key's tenant, or the one that a gateway names. A client cannot choose whose cache it shares."""
     key, header = request.key, router.options.trusted_tenant_header
@@ -149,7 +160,7 @@ async def make_submission(
         cache_salt=body.cache_salt,
         tenant=tenant,
         priority=body.priority if key is None else min(body.priority, key.max_priority),
-        session=_label(request, b"x-baton-session") or session,
+        session=_session(request, session),
         opening=opening,
         arrived_ns=request.arrived_ns,
         traceparent="" if request.span is None else request.span.traceparent,

@@ -61,7 +61,7 @@ def test_workers_that_the_index_may_know_in_part_are_named(service: Service) -> 
     wait_until(lambda: router.admin.get("/debug/workers").json()["unsure"] == [])
 
 
-def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None:
+def test_a_session_is_a_header_the_prompt_cache_key_or_what_an_agent_calls_it(service: Service) -> None:
     router, *_ = service
     body: dict[str, object] = {"prompt": "Hello", "max_tokens": 2}
     asked = [
@@ -72,8 +72,15 @@ def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None
             headers={"X-Baton-Tenant": "somebody"},
         ),
         router.http.post("/generate", json={"text": "Hello"}, headers={"X-Baton-Session": "three"}),
+        router.http.post("/v1/completions", json=body, headers={"X-Claude-Code-Session-Id": "five"}),
+        router.http.post(
+            "/v1/completions",
+            json={**body, "prompt_cache_key": "six"},
+            headers={"Session-Id": "seven", "X-Session-Affinity": "eight" * 100},
+        ),
+        router.http.post("/v1/completions", json=body, headers={"Session-Id": "nine"}),
     ]
-    assert [answer.status_code for answer in asked] == [200] * 3
+    assert [answer.status_code for answer in asked] == [200] * 6
 
     def known(session: str, tenant: str = "") -> bool:
         query = {"prompt": "Hello", "session": session, "tenant": tenant}
@@ -83,7 +90,8 @@ def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None
         return bool(first["session"])
 
     assert [known("one"), known("two", "somebody"), known("three")] == [True] * 3
-    assert [known("two"), known("four")] == [False] * 2
+    assert [known("five"), known("six"), known("nine")] == [True] * 3
+    assert [known("two"), known("four"), known("seven")] == [False] * 3
 
 
 def test_a_silent_room_shows_what_its_workers_said_of_it(
