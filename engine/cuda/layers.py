@@ -1,5 +1,5 @@
 """Norms and gated MLPs over FlashInfer's operators, for the layers that engine/cuda/decoder.py does not
-compute whole: latent attention, Gemma, gpt-oss, hybrids.
+compute whole.
 
 transformers' norm is six operators, and its MLP is two products and two operators where one product and one
 operator do. Rotary embeddings and the projections of attention stay transformers' there.

@@ -2,8 +2,9 @@
 
 python -m tests.mutants [--only TEXT] [--jobs N] [--unchecked]
 
-Ends with `killed N of M`, after a line for each survivor with the reason. The exit code is 0 when at least
-95% were killed, and all tests pass without a mutant.
+Ends with `killed N of M`, after a line for each survivor with the reason. Mutants whose tests are all skipped
+here are not among them. The exit code is 0 when at least 95% were killed, and all tests pass without a
+mutant.
 """
 
 from __future__ import annotations
