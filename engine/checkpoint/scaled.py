@@ -12,6 +12,8 @@ from engine.checkpoint.stored import StoredTensor
 
 Block = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
+_OF_ACTIVATIONS = (".activation_scale", ".input_scale")
+"""Scales beside a weight's that are of its inputs, which stay plain."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class ScaledMatrix:
 
 def scaled_format(scale: str, block: Block | None) -> Format:
     """weight = `.weight` times its scale, the tensor with suffix `scale`. `block` None: see _read."""
-    return Format((scale, ".weight"), partial(_read, scale=scale, block=block), ".weight", 8)
+    read = partial(_read, scale=scale, block=block)
+    return Format((scale, ".weight"), read, ".weight", 8, optional=_OF_ACTIVATIONS)
 
 
 def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:

@@ -234,7 +234,10 @@ def test_packed_experts_that_no_token_chose_are_not_read(family: str, tmp_path: 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (DeepseekV3Config(quantization_config={"quant_method": "fp8"}), "weight_block_size is None"),
+        (
+            DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": 128}),
+            "weight_block_size is 128",
+        ),
         (DeepseekV2Config(topk_method="noaux_tc"), "topk_method is 'noaux_tc'"),
         (DeepseekV2Config(norm_topk_prob=True), "norm_topk_prob is True"),
         (DeepseekV3Config(topk_method="greedy"), "topk_method is 'greedy'"),
