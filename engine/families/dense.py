@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.heads import scale_logits
+from engine.families.heads import divide_logits
 from kvcache.layout import KVGroupSpec
 
 
@@ -34,10 +34,6 @@ def _no_window(config: Any) -> None:
         )
 
 
-def _divide_logits(model: Any) -> None:
-    scale_logits(model, 1 / model.config.logits_scaling)
-
-
 def _family(architecture: str) -> Family:
     return Family(architecture, _groups, check=_no_window)
 
@@ -48,7 +44,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": _family("GemmaForCausalLM"),
     "glm4": _family("Glm4ForCausalLM"),
     "glm4_moe": _family("Glm4MoeForCausalLM"),
-    "granite": replace(_family("GraniteForCausalLM"), prepare=_divide_logits),
+    "granite": replace(_family("GraniteForCausalLM"), prepare=divide_logits),
     "llama": _family("LlamaForCausalLM"),
     "minimax_m2": _family("MiniMaxM2ForCausalLM"),
     "olmo2": _family("Olmo2ForCausalLM"),

@@ -42,6 +42,11 @@ def cap_logits(model: Any) -> None:
         model.lm_head = CappedHead(model.lm_head, model.config.final_logit_softcapping)
 
 
+def divide_logits(model: Any) -> None:
+    """By `logits_scaling` of the model's config, as Granite's are."""
+    scale_logits(model, 1 / model.config.logits_scaling)
+
+
 def scale_logits(model: Any, factor: float) -> None:
     """Multiply all logits."""
     model.lm_head = ScaledHead(model.lm_head, factor)

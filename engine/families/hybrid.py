@@ -15,7 +15,7 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
-from engine.families.heads import scale_logits
+from engine.families.heads import divide_logits, scale_logits
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
 
@@ -110,7 +110,7 @@ def _prepare_falcon(model: Any) -> None:
 
 def _prepare_granite(model: Any) -> None:
     _pack_mixers(model)
-    scale_logits(model, 1 / model.config.logits_scaling)
+    divide_logits(model)
 
 
 def _check_granite(config: Any) -> None:

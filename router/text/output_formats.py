@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from common.errors import ConfigError, InvalidRequest
@@ -48,13 +49,19 @@ _LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',),
 _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
 
-_QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",), xml_syntax.QWEN_SYNTAX)
-_SEED = ToolFormat(xml.read_seed, xml.SEED.markers, (xml.SEED.call[0],), xml_syntax.SEED_SYNTAX)
+_QWEN_CODER = ToolFormat(
+    partial(xml.read, xml.QWEN), xml.QWEN.markers, ("<function=",), xml_syntax.QWEN_SYNTAX
+)
+_SEED = ToolFormat(partial(xml.read, xml.SEED), xml.SEED.markers, (xml.SEED.call[0],), xml_syntax.SEED_SYNTAX)
 _MINIMAX = ToolFormat(
-    xml.read_minimax, xml.MINIMAX.markers, (xml.MINIMAX.call[0],), xml_syntax.MINIMAX_SYNTAX
+    partial(xml.read, xml.MINIMAX), xml.MINIMAX.markers, (xml.MINIMAX.call[0],), xml_syntax.MINIMAX_SYNTAX
 )
 _GLM = ToolFormat(
-    xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX, end_thoughts=(xml.GLM.call[0],)
+    partial(xml.read, xml.GLM),
+    xml.GLM.markers,
+    ("<arg_key>",),
+    xml_syntax.GLM_SYNTAX,
+    end_thoughts=(xml.GLM.call[0],),
 )
 
 _TOOL_FORMATS = (

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+from engine.parallel.shard import FAMILIES as DIVIDED
 from tests.harness.local_stack import Stack, stack
 from tests.support.oracle import (
     DENSE,
@@ -66,7 +67,7 @@ TP_SIZES = ((1, 2), (2, 1), (2, 2))
 def cases_of_ranks() -> list[Case]:
     """A stack with workers of several ranks for each family that they compute."""
     cases = []
-    for i, family in enumerate(one for one in EVERY if one != "lfm2"):
+    for i, family in enumerate(one for one in EVERY if one.removesuffix("_window") in DIVIDED):
         size, chunk = (1, 16)[i % 2], (20, None)[i // 2 % 2]
         cases.append(Case(family, size, chunk, PATHS[i % 4], i // 4 % 2, tp_sizes=TP_SIZES[i % 3]))
     return cases
@@ -79,7 +80,7 @@ def cases_of_similar() -> list[Case]:
     for i, family in enumerate(SIMILAR):
         size, chunk = (1, 16, 64)[i % 3], (20, 56, None)[i // 2 % 3]
         cases.append(Case(family, size, chunk, PATHS[i % 4], i // 4 % 2))
-        if family not in ("granitemoehybrid", "lfm2_moe"):
+        if family in DIVIDED:
             cases.append(Case(family, 16, 32, PATHS[(i + 1) % 4], tp_sizes=TP_SIZES[i % 3]))
     return cases
 

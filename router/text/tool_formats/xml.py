@@ -67,27 +67,9 @@ MINIMAX = Tags(
 GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", on_lines=False)
 
 
-def read_qwen(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls. The tag around a call may be missing."""
-    return _read(source, calls, QWEN, (QWEN.call[0], QWEN.name[0]))
-
-
-def read_seed(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls. The tag around a call may be missing."""
-    return _read(source, calls, SEED, (SEED.call[0], SEED.name[0]))
-
-
-def read_minimax(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls. The tag around calls may be missing."""
-    return _read(source, calls, MINIMAX, (MINIMAX.call[0], MINIMAX.name[0]))
-
-
-def read_glm(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls."""
-    return _read(source, calls, GLM, (GLM.call[0],))
-
-
-def _read(source: Source, calls: Calls, tags: Tags, openings: tuple[str, ...]) -> Reading[None]:
+def read(tags: Tags, source: Source, calls: Calls) -> Reading[None]:
+    """Content and calls. Where a tag stands before names, the one around a call may be missing."""
+    openings = tuple(tag for tag in (tags.call[0], tags.name[0]) if tag)
     while True:
         space, found = yield from until(source, openings, Content)
         if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -124,12 +125,8 @@ def _refuse(keyword: str, tool: CalledTool) -> None:
     )
 
 
-def _qwen_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return (f"{QWEN.name[0]}{name}{QWEN.name[1]}\n",), (f"{QWEN.end}\n",)
-
-
-def _minimax_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return (f"{MINIMAX.name[0]}{name}{MINIMAX.name[1]}\n",), (f"{MINIMAX.end}\n",)
+def _named_call(tags: Tags, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return (f"{tags.name[0]}{name}{tags.name[1]}\n",), (f"{tags.end}\n",)
 
 
 def _glm_call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -149,7 +146,8 @@ def _syntax(written: _Written, call: Callable[[str], tuple[tuple[str, ...], tupl
     return CallSyntax(call, opening, lines, between, (closing,), written.arguments, written.rules)
 
 
-QWEN_SYNTAX = _syntax(_QWEN, _qwen_call)
-SEED_SYNTAX = _syntax(_SEED, _qwen_call)
-MINIMAX_SYNTAX = replace(_syntax(_MINIMAX, _minimax_call), between=())  # all calls between one pair of tags
+QWEN_SYNTAX = _syntax(_QWEN, partial(_named_call, QWEN))
+SEED_SYNTAX = _syntax(_SEED, partial(_named_call, SEED))
+# All calls stand between one pair of tags.
+MINIMAX_SYNTAX = replace(_syntax(_MINIMAX, partial(_named_call, MINIMAX)), between=())
 GLM_SYNTAX = _syntax(_GLM, _glm_call)
