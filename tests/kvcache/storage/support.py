@@ -134,7 +134,7 @@ class MooncakeMaster:
         command = [
             Path(sys.executable).with_name("mooncake_master"), f"--rpc_port={self.port}",
             f"--metrics_port={metrics}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1",
-            "--enable_metric_reporting=false", "--default_kv_lease_ttl=100", "--client_ttl=2",
+            "--enable_metric_reporting=false", "--default_kv_lease_ttl=10000", "--client_ttl=2",
         ]  # fmt: skip
         self._log = log.open("wb")
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
