@@ -18,5 +18,7 @@ EXPERTS = (
     "Qwen3_5MoeExperts",
     "DeepseekV2Experts",
     "DeepseekV3Experts",
+    "DeepseekV32Experts",
+    "GlmMoeDsaExperts",
     CLAMPED,
 )

@@ -33,7 +33,7 @@ _MUST_BE_OFF = {
     "alibi": "the paged backends do not add ALiBi's bias to scores",
     "num_kv_shared_layers": "the page layout has no layers that share another layer's KV",
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
-    "index_topk": "sparse attention keeps a second cache for its indexer",
+    "index_topk": "attention to what an indexer chooses is computed over latents alone",
     "cross_attention_layers": "cross attention needs an encoder's KV",
 }
 """config.json key -> why any value other than null, false, 0 or an empty list is refused."""

@@ -14,6 +14,10 @@ tokens, which are few:
 
 So for a backend all heads attend to ONE key per token, [c | k_rope], and the first part of the key is also
 its value. Prefill uses the same form; docs/decisions/0009 has the measurement.
+
+Sparse attention (DeepSeek-V3.2-Exp, section 2.1) attends to the tokens that an indexer chooses: those with
+the highest sums over its heads of w_h relu(q_h . k), where q_h and w_h are of the query, and k of the token.
+The backend keeps k beside the latent, and the choice for the layers that follow without an indexer.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.paged_layers import PagedLayers
+from engine.paged_layers import IndexInputs, PagedLayers, SelectsTokens
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 """(q [1, heads, T, rope_dim], k [1, 1, T, rope_dim], the model's position embeddings) -> both rotated."""
@@ -46,7 +50,7 @@ class LatentAttention(nn.Module):
         self._nope_dim: int = attention.qk_nope_head_dim
         self._rank: int = attention.kv_lora_rank
         self._rotate = rotate
-        self.q_proj = attention.q_proj  # None if queries are projected through a low rank
+        self.q_proj = getattr(attention, "q_proj", None)  # None if queries are projected through a low rank
         self.q_a_proj = attention.q_a_proj
         self.q_a_layernorm = attention.q_a_layernorm
         self.q_b_proj = attention.q_b_proj
@@ -61,25 +65,94 @@ class LatentAttention(nn.Module):
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """hidden_states [1, T, hidden] -> the same shape, as in the replaced module."""
-        q_nope, q_rope = self._queries(hidden_states)
+        return self._attend(hidden_states, self._compressed(hidden_states), position_embeddings, paged), None
+
+    def _attend(
+        self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any, paged: PagedLayers
+    ) -> torch.Tensor:
+        q_nope, q_rope = self._queries(compressed)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
         latent = self.kv_a_layernorm(latent)[0]
-        q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], position_embeddings)
+        q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], angles)
         q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         backend, place = paged.latent_of_layer[self.layer_idx]
         backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out)
         values = torch.bmm(out.transpose(0, 1), self.w_uv)  # [heads, T, v_dim]
-        return self.o_proj(values.transpose(0, 1).flatten(1)[None]), None
+        result: torch.Tensor = self.o_proj(values.transpose(0, 1).flatten(1)[None])
+        return result
 
-    def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries before rotation: [1, heads, T, nope_dim] and [1, heads, T, rope_dim]."""
+    def _compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the queries are linear functions of, [1, T, n]."""
         if self.q_proj is not None:
-            queries = self.q_proj(hidden_states)
-        else:
-            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        queries = queries.unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
+            return hidden_states
+        compressed: torch.Tensor = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        return compressed
+
+    def _queries(self, compressed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries before rotation: [1, heads, T, nope_dim] and [1, heads, T, rope_dim]."""
+        project = self.q_b_proj if self.q_proj is None else self.q_proj
+        queries = project(compressed).unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
         q_nope, q_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         return q_nope, q_rope
+
+
+class Indexer(nn.Module):
+    """Replaces the indexer of one layer. It keeps its projections.
+
+    DeepSeek's own code multiplies q and k with a Hadamard matrix before it rounds them to fp8. That changes
+    no product of them, and nothing is rounded here.
+    """
+
+    def __init__(self, indexer: Any, rotate: Rotate) -> None:
+        super().__init__()
+        self.wq_b = indexer.wq_b
+        self.wk = indexer.wk
+        self.k_norm = indexer.k_norm
+        self.weights_proj = indexer.weights_proj
+        self._heads: int = indexer.n_heads
+        self._dim: int = indexer.head_dim
+        self._rope_dim: int = indexer.qk_rope_head_dim
+        self._rotate = rotate
+        self._scale: float = (self._heads * self._dim) ** -0.5
+
+    def forward(self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any) -> IndexInputs:
+        """hidden_states [1, T, hidden]; compressed [1, T, q_lora_rank], as the queries have it."""
+        q = self.wq_b(compressed).unflatten(-1, (self._heads, self._dim)).transpose(1, 2)
+        k = self.k_norm(self.wk(hidden_states))[:, None]  # [1, 1, T, dim]
+        others = self._dim - self._rope_dim
+        (q_rope, q_rest), (k_rope, k_rest) = (x.split((self._rope_dim, others), dim=-1) for x in (q, k))
+        q_rope, k_rope = self._rotate(q_rope, k_rope, angles)
+        q, k = torch.cat((q_rope, q_rest), dim=-1), torch.cat((k_rope, k_rest), dim=-1)
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self._scale
+        return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
+
+
+class SparseLatentAttention(LatentAttention):
+    """Replaces attention whose layers have an indexer, or go on with what an earlier layer's has chosen."""
+
+    def __init__(self, attention: Any, rotate: Rotate, rotate_index: Rotate) -> None:
+        super().__init__(attention, rotate)
+        self.top_tokens: int = attention.config.index_topk
+        self.indexer = None if attention.indexer is None else Indexer(attention.indexer, rotate_index)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        compressed = self._compressed(hidden_states)
+        if self.indexer is not None:
+            backend, place = paged.latent_of_layer[self.layer_idx]
+            assert isinstance(backend, SelectsTokens)
+            backend.select(place, self.indexer(hidden_states, compressed, position_embeddings))
+        return self._attend(hidden_states, compressed, position_embeddings, paged), None
+
+
+class SharingLatentAttention(SparseLatentAttention):
+    """Of GLM, in which transformers hands a choice from layer to layer. Here the backend keeps it."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        return *super().forward(hidden_states, position_embeddings, paged), None

@@ -58,6 +58,7 @@ class AttentionLayer:
     window: int | None  # keys that a query sees, itself included; None: all
     sinks: bool = False  # whether a learned logit per head joins each softmax
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
+    top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,7 @@ def _attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
             _window(m),
             hasattr(m, "sinks"),
             getattr(m, "attn_logit_softcapping", None),
+            getattr(m, "top_tokens", None),
         )
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )

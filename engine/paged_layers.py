@@ -104,8 +104,28 @@ class LatentBackend(Protocol):
         heads, rope_dim]. latent_new: [T, kv_lora_rank]. rope_new: [T, rope_dim]. The last dimension of these
         is contiguous; the others have the model's strides. out: [T, heads, kv_lora_rank], contiguous, filled
         in place with the weighted sums of latents. Query i of a sequence sees its context up to and including
-        itself.
+        itself, or what select() chose of that.
         """
+        ...
+
+
+class IndexInputs(NamedTuple):
+    """What an indexer says of T new tokens (DeepSeek-V3.2-Exp, section 2.1). The score of a token of the
+    context for a query is the sum over the indexer's heads of w_h relu(q_h . k)."""
+
+    q: torch.Tensor  # [T, index heads, index_dim]
+    k: torch.Tensor  # [T, index_dim]
+    weights: torch.Tensor  # float32 [T, index heads]
+
+
+@runtime_checkable
+class SelectsTokens(Protocol):
+    """A LatentBackend of sparse attention."""
+
+    def select(self, place: int, inputs: IndexInputs) -> None:
+        """Write the new tokens' index keys to the batch's out_slots, THEN choose for each new token the
+        tokens of its context with the highest scores, to which forward() attends until the next select().
+        `place`: as in forward(). Of equal scores any may be chosen."""
         ...
 
 

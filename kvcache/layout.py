@@ -135,6 +135,8 @@ class KVGroupSpec(TokenGroupSpec):
 class LatentGroupSpec(TokenGroupSpec):
     """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's row is its normed
     latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads.
+    With sparse attention (DeepSeek-V3.2-Exp) the indexer's key of the token, `index_dim` values, follows.
+    Layers without an indexer of their own do not use it.
 
     A page has no heads to divide: ranks that divide a model's heads would each hold the same pages, and one
     of them would send them. They would divide the pages of a `KVGroupSpec`.
@@ -147,10 +149,12 @@ class LatentGroupSpec(TokenGroupSpec):
     name: str = "latent"
     stored: KVFormat = KVFormat.AUTO
     tile_order: str = "plain"
+    index_dim: int = 0
 
     def __post_init__(self) -> None:
         """Refuse rows that `stored` cannot hold."""
-        self.stored.check_row(self.row_dim)
+        self.stored.check_row(self.key_dim)
+        self.stored.check_row(self.index_dim)
 
     @property
     def kind(self) -> str:
@@ -158,12 +162,18 @@ class LatentGroupSpec(TokenGroupSpec):
         return "latent"
 
     @property
-    def row_dim(self) -> int:
-        """Values of one token in one layer."""
+    def key_dim(self) -> int:
+        """Values of a row that attention reads."""
         return self.kv_lora_rank + self.rope_dim
 
+    @property
+    def row_dim(self) -> int:
+        """Values of one token in one layer."""
+        return self.key_dim + self.index_dim
+
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """`[layer, page_size, kv_lora_rank + rope_dim]`; of fp4 the last are a tile's bytes, per row."""
+        """`[layer, page_size, kv_lora_rank + rope_dim + index_dim]`; of fp4 the last are a tile's bytes, per
+        row."""
         return (len(self.layer_ids), page_size, _row_elements(self.stored, self.row_dim))
 
 

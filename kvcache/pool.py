@@ -152,17 +152,20 @@ class TokenKVCache(KVCache, Generic[Spec]):
             self._rows = QuantisedRows(codes, spec.stored, self.data.shape[-2], spec.row_dim)
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
-    def _put(self, index: tuple[Any, ...], values: torch.Tensor) -> None:
-        """`values` are in the model's dtype: a conversion here would hide a wrong dtype elsewhere."""
+    def _put(self, index: tuple[Any, ...], values: torch.Tensor, first: int = 0) -> None:
+        """To rows from their value `first` on. `values` are in the model's dtype: a conversion here would
+        hide a wrong dtype elsewhere."""
         assert values.dtype == self.spec.dtype, f"{values.dtype} into a pool of {self.spec.dtype}"
         if self._rows is None:
-            self.data[index] = values
+            self.data[..., first : first + values.shape[-1]][index] = values
         else:
-            self._rows.write(index, values)
+            self._rows.write(index, values, first)
 
-    def _read(self, index: tuple[Any, ...]) -> torch.Tensor:
-        """In the model's dtype, dequantised where the pool is quantised."""
-        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
+    def _read(self, index: tuple[Any, ...], first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Values `[first, end)` of rows in the model's dtype, dequantised where the pool is quantised."""
+        if self._rows is None:
+            return self.data[..., first:end][index]
+        return self._rows.read(index)[..., first:end].to(self.spec.dtype)
 
 
 class MHAKVCache(TokenKVCache[KVGroupSpec]):
@@ -196,7 +199,8 @@ class HeadsOfKVCache(MHAKVCache):
 
 
 class MLAKVCache(TokenKVCache[LatentGroupSpec]):
-    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`."""
+    """Latents: `data[page, layer, offset, kv_lora_rank + rope_dim + index_dim]`,
+    the parts of a row in this order."""
 
     def set_mla_kv_buffer(
         self, layer: int, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
@@ -211,9 +215,21 @@ class MLAKVCache(TokenKVCache[LatentGroupSpec]):
         assert latent.dtype == rope.dtype, f"a latent in {latent.dtype} with its rope part in {rope.dtype}"
         self._put((pages, place, offsets), torch.cat((latent, rope), dim=-1))
 
+    def write_index(self, place: int, pages: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> None:
+        """Write the indexer's `keys` `[tokens, index_dim]` as write() does latents."""
+        assert keys.shape[-1] == self.spec.index_dim
+        self._put((pages, place, offsets), keys, self.spec.key_dim)
+
     def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[tokens, kv_lora_rank + rope_dim]` of a model layer in the model's dtype, copied."""
-        return self._read((slots // self.page_size, self._layer_index[layer], slots % self.page_size))
+        return self._read(self._place(layer, slots), 0, self.spec.key_dim)
+
+    def get_index(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """The indexer's keys, `[tokens, index_dim]`, of a model layer in the model's dtype, copied."""
+        return self._read(self._place(layer, slots), self.spec.key_dim)
+
+    def _place(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+        return slots // self.page_size, self._layer_index[layer], slots % self.page_size
 
 
 class MambaPool(KVCache):

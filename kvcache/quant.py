@@ -91,12 +91,16 @@ class QuantisedRows:
         if form is KVFormat.FP4_E2M1:
             self._scales = _split(tiles[..., page_size * data_bytes :], page_size)
 
-    def write(self, index: Any, values: torch.Tensor) -> None:
-        """`values` `[..., dim]` of any float dtype to the rows that `index` selects of `[..., page_size]`."""
+    def write(self, index: Any, values: torch.Tensor, first: int = 0) -> None:
+        """`values` `[..., n]` of any float dtype to the rows that `index` selects of `[..., page_size]`, from
+        the value `first` of a row on."""
+        end = first + values.shape[-1]
         if self._scales is None:
-            self._data[index] = to_fp8(values, self._form).view(torch.uint8)
+            self._data[..., first:end][index] = to_fp8(values, self._form).view(torch.uint8)
         else:
-            self._data[index], self._scales[index] = to_fp4(values)
+            data, scales = to_fp4(values)
+            self._data[..., first // 2 : end // 2][index] = data
+            self._scales[..., first // BLOCK : end // BLOCK][index] = scales
 
     def read(self, index: Any) -> torch.Tensor:
         """The selected rows, `[..., dim]`, copied to bfloat16."""

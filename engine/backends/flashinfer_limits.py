@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.backends.pick import BackendUnavailable
+from engine.cuda import triton_kernels
 from engine.cuda.limits import DTYPES, HEAD_DIMS
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
@@ -55,6 +56,14 @@ def check_latents(pool: MLAKVCache, heads: int) -> None:
             f"FlashInfer attends to latents with heads that divide {QUERY_TILE}, not {heads}"
         )
     _check_capability(pool.device, spec.dtype, (8, 0))
+
+
+def check_index(pool: MLAKVCache) -> None:
+    """Raises BackendUnavailable if our kernel cannot score this pool's index keys."""
+    if not triton_kernels.available():
+        raise BackendUnavailable("sparse attention needs Triton, which is not installed")
+    if (dim := pool.spec.index_dim) < 16 or dim & (dim - 1):
+        raise BackendUnavailable(f"index keys of a power of two values from 16 on are scored, not of {dim}")
 
 
 def check_latent_step(device: torch.device, heads: int, tokens: int, sequences: int) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.backends.flashinfer_limits import check_latents
+from engine.backends.flashinfer_limits import check_index, check_latents
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.pick import pick
+from engine.backends.sparse_flashinfer import FlashInferSparseAttention
+from engine.backends.sparse_reference import TorchSparseAttention
+from engine.cpu.op import KernelsUnavailable
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -25,7 +28,12 @@ def build_latent(
     If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by name,
     ConfigError is raised.
     """
-    [(heads, scale)] = {(layer.query_heads, layer.scale) for layer in attention}  # equal in all layers
+    [(heads, scale, top)] = {(layer.query_heads, layer.scale, layer.top_tokens) for layer in attention}
+    return _whole(config, pool, heads, scale) if top is None else _sparse(config, pool, heads, scale, top)
+
+
+def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float) -> LatentBackend:
+    """Of attention to whole contexts."""
 
     def cpu() -> LatentBackend:
         from engine.cpu.mla import CpuLatentAttention
@@ -37,3 +45,17 @@ def build_latent(
         return FlashInferLatentAttention(pool, heads, scale)
 
     return pick(config, lambda: TorchLatentAttention(pool, heads, scale), cpu, flashinfer)
+
+
+def _sparse(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, top: int) -> LatentBackend:
+    """Of attention to `top` tokens of each context."""
+
+    def cpu() -> LatentBackend:
+        raise KernelsUnavailable("the CPU latent attention op attends to whole contexts")
+
+    def flashinfer() -> LatentBackend:
+        check_latents(pool, heads)
+        check_index(pool)
+        return FlashInferSparseAttention(pool, heads, scale, top)
+
+    return pick(config, lambda: TorchSparseAttention(pool, heads, scale, top), cpu, flashinfer)

@@ -59,17 +59,29 @@ class TorchLatentAttention:
             new, attended = queries[start:end], out[start:end]
             for block in query_blocks(len(new), queries.shape[1] * len(rows)):
                 seen = len(rows) - len(new) + block.stop  # context tokens that the block's last token sees
-                attended[block] = _attend(new[block], rows[:seen], out.shape[-1])
+                hidden = self._hidden(start, block, seen)
+                attended[block] = _attend(new[block], rows[:seen], out.shape[-1], hidden)
+
+    def _hidden(self, start: int, block: slice, seen: int) -> torch.Tensor:
+        """Which of the first `seen` tokens of a context the new tokens in `block` do not see, the last of
+        which sees them all: bool [queries, seen]. `start`: where the sequence's new tokens begin in the pack.
+        """
+        del start
+        return later(block.stop - block.start, seen, self._pool.data.device)
 
     def _slots_of(self, pages: torch.Tensor, length: int) -> torch.Tensor:
         at = torch.arange(length, device=pages.device)
         return pages[at // self._pool.page_size] * self._pool.page_size + at % self._pool.page_size
 
 
-def _attend(queries: torch.Tensor, rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """queries [n, heads, row] of the last n tokens of a context, rows [context, row] -> [n, heads, rank]."""
-    n = len(queries)
-    later = torch.ones(n, n, dtype=torch.bool, device=rows.device).triu(1)
+def later(queries: int, context: int, device: torch.device) -> torch.Tensor:
+    """Which tokens of a context come after each of its last tokens: bool [queries, context]."""
+    return torch.ones(queries, context, dtype=torch.bool, device=device).triu(1 + context - queries)
+
+
+def _attend(queries: torch.Tensor, rows: torch.Tensor, rank: int, hidden: torch.Tensor) -> torch.Tensor:
+    """queries [n, heads, row] of the last n tokens of a context, rows [context, row], hidden [n, context] ->
+    [n, heads, rank]."""
     scores = queries @ rows.T  # [n, heads, context]
-    scores[:, :, -n:].masked_fill_(later[:, None], -torch.inf)
+    scores.masked_fill_(hidden[:, None], -torch.inf)
     return scores.softmax(-1) @ rows[:, :rank]

@@ -17,6 +17,7 @@ from engine.parallel.sums import SummedLinear
 
 NORMS = (
     "DeepseekV2RMSNorm",
+    "DeepseekV32RMSNorm",
     "DeepseekV3RMSNorm",
     "Ernie4_5RMSNorm",
     "Ernie4_5_MoeRMSNorm",
@@ -25,6 +26,7 @@ NORMS = (
     "Glm4MoeLiteRMSNorm",
     "Glm4MoeRMSNorm",
     "Glm4RMSNorm",
+    "GlmMoeDsaRMSNorm",
     "GptOssRMSNorm",
     "GraniteMoeHybridRMSNorm",
     "GraniteRMSNorm",
@@ -52,6 +54,7 @@ NORMS_PLUS_ONE = (
 MLPS = (
     "Cohere2MLP",
     "DeepseekV2MLP",
+    "DeepseekV32MLP",
     "DeepseekV3MLP",
     "Ernie4_5MLP",
     "Ernie4_5_MoeMLP",
@@ -61,6 +64,7 @@ MLPS = (
     "GemmaMLP",
     "Glm4MoeLiteMLP",
     "Glm4MoeMLP",
+    "GlmMoeDsaMLP",
     "GraniteMLP",
     "Ministral3MLP",
     "Olmo2MLP",

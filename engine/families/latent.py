@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.latent import LatentAttention, Rotate
+from engine.latent import LatentAttention, Rotate, SharingLatentAttention, SparseLatentAttention
 from kvcache.layout import LatentGroupSpec
 
 _V2_ROUTING = ("greedy", "group_limited_greedy")
@@ -18,6 +19,11 @@ _V2_ROUTING = ("greedy", "group_limited_greedy")
 def _groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
     layer_ids = tuple(range(config.num_hidden_layers))
     return (LatentGroupSpec(layer_ids, config.kv_lora_rank, config.qk_rope_head_dim, dtypes.kv),)
+
+
+def _sparse_groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
+    """A page has one row per layer and token. So GLM's layers without an indexer have room for a key, too."""
+    return tuple(replace(group, index_dim=config.index_head_dim) for group in _groups(config, dtypes))
 
 
 def _check(config: Any) -> None:
@@ -45,6 +51,16 @@ def _check_v3(config: Any) -> None:
     _check(config)
     _routed_by(config, "topk_method", "noaux_tc")
     _routed_by(config, "scoring_func", "sigmoid")
+
+
+def _check_sparse(config: Any) -> None:
+    _check_v3(config)
+    kinds = getattr(config, "indexer_types", None) or ["full"]
+    if kinds[0] != "full":
+        raise UnsupportedModel(
+            f"indexer_types begins with {kinds[0]!r} in config.json: there is no choice to go on with",
+            "use a checkpoint whose first layer has an indexer",
+        )
 
 
 def _routed_by(config: Any, key: str, *computed: Any) -> None:
@@ -94,7 +110,21 @@ def _prepare_v3(model: nn.Module) -> None:
     _absorb(model, _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves)
 
 
+def _prepare_v32(model: nn.Module) -> None:
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        layer.self_attn = SparseLatentAttention(layer.self_attn, _rotate_v3_pairs, _rotate_v3_halves)
+
+
+def _prepare_glm(model: nn.Module) -> None:
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        layer.self_attn = SharingLatentAttention(layer.self_attn, _rotate_v3_pairs, _rotate_v3_pairs)
+
+
 _LATENT = frozenset({"kv_lora_rank"})
+_SPARSE = _LATENT | {"index_topk"}
+_INDEXED = frozenset({"indexed_attention"})
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
@@ -103,7 +133,13 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3
     ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_v32
+    ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_glm
     ),
 }

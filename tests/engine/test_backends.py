@@ -15,11 +15,13 @@ from engine.backends.choose import build_attention
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.latent_reference import TorchLatentAttention
+from engine.backends.sparse_reference import TorchSparseAttention
 from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
 from engine.fake import fake_spec
 from engine.largest_batch import largest_batch, largest_lens
 from engine.loader import AttentionLayer
+from engine.paged_layers import IndexInputs
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
@@ -37,7 +39,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"],
+)
 def test_flashinfer_is_planned_so_that_tokens_equal_generate(family: str, drawn: Drawn) -> None:
     path, expected = drawn(family)
     runner, pools = open_flashinfer(path, 16, 40)
@@ -93,6 +98,8 @@ def test_plain_torch_does_not_wait_for_a_gpu(with_sinks: bool) -> None:
         pool = MHAKVCache(KVGroupSpec((0,), 2, 16, torch.bfloat16), 8, 16, "cuda")
         latents = MLAKVCache(LatentGroupSpec((0,), 32, 8, torch.bfloat16), 8, 16, "cuda")
         heads, latent = TorchAttention(pool, 4, 1.0), TorchLatentAttention(latents, 4, 1.0)
+        indexed = MLAKVCache(LatentGroupSpec((0,), 32, 8, torch.bfloat16, index_dim=16), 8, 16, "cuda")
+        sparse = TorchSparseAttention(indexed, 4, 1.0, top=12)
         made = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
         q, kv, out = made(sum(lens), 4, 16), made(sum(lens), 2, 16), made(sum(lens), 4, 16)
         sinks = made(4) if with_sinks else None
@@ -103,6 +110,10 @@ def test_plain_torch_does_not_wait_for_a_gpu(with_sinks: bool) -> None:
             latent.prepare(batch)
             queries, new = made(sum(lens), 4, 40).split((32, 8), -1), made(sum(lens), 40).split((32, 8), -1)
             latent.forward(0, *queries, *new, made(sum(lens), 4, 32))
+            sparse.prepare(batch)
+            scored = IndexInputs(made(sum(lens), 3, 16), made(sum(lens), 16), made(sum(lens), 3).float())
+            sparse.select(0, scored)
+            sparse.forward(0, *queries, *new, made(sum(lens), 4, 32))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ from tests.support.flashinfer_stand_in import flashinfer_module, open_flashinfer
 from tests.support.reference import reference_generate
 
 LIMITS = DecodeLimits(sequences=3, context_pages=10, rows=8)
-FAMILIES = ["qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "lfm2"]
+FAMILIES = [
+    *("qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    *("qwen3_moe", "qwen3_next", "lfm2"),
+]
 
 
 @pytest.fixture(autouse=True)

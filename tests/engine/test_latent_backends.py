@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,17 +11,26 @@ import torch
 from common.errors import ConfigError
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_reference import TorchLatentAttention
+from engine.backends.sparse_flashinfer import FlashInferSparseAttention
+from engine.backends.sparse_reference import TorchSparseAttention
 from engine.config import EngineConfig
+from engine.cuda import triton_kernels
 from engine.loader import AttentionLayer
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from kvcache.quant import KVFormat
+from tests.support.flashinfer_stand_in import flashinfer_module
 
 LAYER = [AttentionLayer(layer=0, query_heads=4, scale=1.0, window=None)]
 
 
-def pool_of(rank: int, dtype: torch.dtype = torch.float32, stored: KVFormat = KVFormat.AUTO) -> MLAKVCache:
-    return MLAKVCache(LatentGroupSpec((0,), rank, 64, dtype, stored=stored), 2, 16)
+def pool_of(
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    stored: KVFormat = KVFormat.AUTO,
+    index_dim: int = 0,
+) -> MLAKVCache:
+    return MLAKVCache(LatentGroupSpec((0,), rank, 64, dtype, stored=stored, index_dim=index_dim), 2, 16)
 
 
 def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,6 +45,26 @@ def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture)
     forty = [replace(LAYER[0], query_heads=40)]
     assert isinstance(build_latent(on_cuda, pool_of(512, torch.bfloat16), forty), TorchLatentAttention)
     assert "heads that divide 128, not 40" in caplog.text
+
+
+def test_sparse_attention_has_backends_of_its_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, mla = flashinfer_module()
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+    layer, on_cuda = [replace(LAYER[0], top_tokens=8)], EngineConfig("m", device="cuda")
+    pool = pool_of(512, torch.bfloat16, index_dim=128)
+    assert isinstance(build_latent(EngineConfig("m"), pool, layer), TorchSparseAttention)
+    assert "attends to whole contexts" in caplog.text
+    monkeypatch.setattr(triton_kernels, "available", lambda: False)
+    assert isinstance(build_latent(on_cuda, pool, layer), TorchSparseAttention)
+    assert "needs Triton" in caplog.text
+    monkeypatch.setattr(triton_kernels, "available", lambda: True)
+    assert isinstance(build_latent(on_cuda, pool, layer), FlashInferSparseAttention)
+    odd = pool_of(512, torch.bfloat16, index_dim=96)
+    assert isinstance(build_latent(on_cuda, odd, layer), TorchSparseAttention)
+    assert "a power of two values from 16 on are scored, not of 96" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
+from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.config import EngineConfig
 from engine.loader import LoadedModel, load_model
 from engine.paged_layers import PagedLayers
@@ -333,7 +334,12 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
             continue
         first, pool = facts[0], pools[group.name]
         if group.kind == "latent":
-            built["latent"] = FlashInferLatentAttention(pool, first.query_heads, first.scale)
+            heads, scale, top = first.query_heads, first.scale, first.top_tokens
+            built["latent"] = (
+                FlashInferLatentAttention(pool, heads, scale)
+                if top is None
+                else FlashInferSparseAttention(pool, heads, scale, top)
+            )
         else:
             sinks = any(layer.sinks for layer in facts)
             built[group.kind] = FlashInferAttention(

@@ -205,6 +205,26 @@ def deepseek_v3(draw: ShapeDraw) -> Keys:
     }
 
 
+def of_kinds(keys: Keys, layers: int) -> Keys:
+    """Shapes with a low rank of queries, whose layers of experts mlp_layer_types names."""
+    dense = keys.pop("first_k_dense_replace")
+    keys["q_lora_rank"] = keys["q_lora_rank"] or 16
+    return {**keys, "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
+
+
+def deepseek_v32(draw: ShapeDraw) -> Keys:
+    """Few contexts have as many tokens as are chosen, most, or all."""
+    keys = of_kinds(deepseek_v3(draw), draw.layers)
+    del keys["rope_interleave"]
+    return {
+        **keys,
+        "attention_bias": draw.flag(),
+        "index_topk": draw.rng.choice([1, 8, 40, 150, 2048]),
+        "index_n_heads": draw.rng.choice([6, 8, 20]),
+        "index_head_dim": draw.rng.choice([16, 24, 32]),
+    }
+
+
 def _gemma3(draw: ShapeDraw) -> Keys:
     return {
         "query_pre_attn_scalar": draw.rng.choice([8, 24, 64]),
@@ -294,6 +314,7 @@ SHAPES = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
     "mixtral": _mixtral,
     "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,

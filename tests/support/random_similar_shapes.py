@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.random_shapes import Keys, ShapeDraw, deepseek, deepseek_v3, lfm2
+from tests.support.random_shapes import Keys, ShapeDraw, deepseek, deepseek_v3, deepseek_v32, lfm2, of_kinds
 
 
 def _cohere2(draw: ShapeDraw) -> Keys:
@@ -65,10 +65,12 @@ def _glm4_moe(draw: ShapeDraw) -> Keys:
 
 
 def _glm4_moe_lite(draw: ShapeDraw) -> Keys:
-    keys = deepseek_v3(draw)
-    dense = keys.pop("first_k_dense_replace")
-    keys["q_lora_rank"] = keys["q_lora_rank"] or 16
-    return {**keys, "mlp_layer_types": ["dense"] * dense + ["sparse"] * (draw.layers - dense)}
+    return of_kinds(deepseek_v3(draw), draw.layers)
+
+
+def _glm_moe_dsa(draw: ShapeDraw) -> Keys:
+    kinds = ["full", *(draw.rng.choice(["full", "shared"]) for _ in range(draw.layers - 1))]
+    return {**deepseek_v32(draw), "indexer_types": kinds}
 
 
 def _granite(draw: ShapeDraw) -> Keys:
@@ -185,6 +187,7 @@ SIMILAR_SHAPES = {
     "glm4": _half_rotary,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
+    "glm_moe_dsa": _glm_moe_dsa,
     "granite": _granite,
     "granitemoehybrid": _granite_hybrid,
     "lfm2_moe": _lfm2_moe,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ MIN_MARGIN = 1e-4
 
 Below it, the order of a sum may decide.
 """
+
+MIN_INDEX_MARGIN = 1e-6
+"""The same of what an indexer chooses, in standard deviations of its scores. It is smaller: a step has a
+choice per layer and query, and one that is not clear moves the logits by little."""
 
 REDRAWN: list[str] = []
 """Seeds that draw_model skipped; the end of the test run prints them (tests/conftest.py)."""
@@ -39,19 +44,48 @@ def _generate(path: Path, stamp: int, prompt: tuple[int, ...], n: int) -> tuple[
 def greedy(model: Any, prompt: Sequence[int], n: int) -> tuple[tuple[int, ...], float]:
     """(n greedy tokens of a transformers model after a prompt, smallest margin of a step)"""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=n,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    with index_margins(model) as chosen:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=n,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     logits = torch.cat(out.logits).float()
     best = logits.topk(2, dim=-1).values / logits.std(dim=-1, keepdim=True)
     tokens = tuple(out.sequences[0, len(prompt) :].tolist())
     assert len(tokens) == n
-    return tokens, float((best[:, 0] - best[:, 1]).min())
+    return tokens, min(float((best[:, 0] - best[:, 1]).min()), *chosen, 1.0)
+
+
+@contextmanager
+def index_margins(model: Any) -> Iterator[list[float]]:
+    """Of each choice of an indexer (sparse attention) how clear it was: the distance of the last score that
+    was chosen from the next one, in MIN_INDEX_MARGIN / MIN_MARGIN standard deviations of a query's scores."""
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    margins: list[float] = []
+    topk = torch.Tensor.topk
+
+    def choose(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if k < scores.shape[-1]:
+            best = topk(scores, k + 1).values
+            spread = scores.masked_fill(scores.isinf(), torch.nan).nan_to_num().std(-1)
+            clear = (best[..., -2] - best[..., -1]) / spread
+            margins.append(float(clear.nan_to_num(torch.inf).min()) * MIN_MARGIN / MIN_INDEX_MARGIN)
+        return topk(scores, k, *args, **kwargs)
+
+    hooks = []
+    for module in indexers:
+        hooks.append(module.register_forward_pre_hook(lambda *_: setattr(torch.Tensor, "topk", choose)))
+        hooks.append(module.register_forward_hook(lambda *_: setattr(torch.Tensor, "topk", topk)))
+    try:
+        yield margins
+    finally:
+        for hook in hooks:
+            hook.remove()
+        torch.Tensor.topk = topk  # type: ignore[method-assign]
 
 
 def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int], float]:

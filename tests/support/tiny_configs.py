@@ -9,6 +9,7 @@ from transformers import (
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -19,6 +20,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -135,6 +137,24 @@ def _deepseek(**more: Any) -> dict[str, Any]:
     }
 
 
+def _deepseek_of_kinds(**more: Any) -> dict[str, Any]:
+    """The same where mlp_layer_types says which layers are dense."""
+    keys = _deepseek(q_lora_rank=24, **more)
+    del keys["first_k_dense_replace"]
+    return keys
+
+
+def _sparse(**more: Any) -> dict[str, Any]:
+    """The same with an indexer that chooses 24 tokens, fewer than most contexts have."""
+    return _deepseek_of_kinds(
+        index_topk=24,
+        index_n_heads=8,
+        index_head_dim=16,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        **more,
+    )
+
+
 def _delta_net(**more: Any) -> dict[str, Any]:
     """Gated delta nets with fewer keys than values, and gated attention that rotates half a head."""
     return {
@@ -159,6 +179,9 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         **_deepseek(q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8})
     ),
     "deepseek_v3_halves": lambda: DeepseekV3Config(**_deepseek(q_lora_rank=None, rope_interleave=False)),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **_sparse(), rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+    ),
     "mistral_window": lambda: MistralConfig(**COMMON, sliding_window=WINDOW),
     "gemma3_text": lambda: Gemma3TextConfig(
         **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
@@ -305,13 +328,10 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         layer_types=_SLIDING,
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
-        **{
-            name: value
-            for name, value in _deepseek(q_lora_rank=24).items()
-            if name != "first_k_dense_replace"
-        },
+        **_deepseek_of_kinds(),
         mlp_layer_types=["dense", "dense", "sparse", "sparse"],
     ),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**_sparse(), indexer_types=["full", "shared", "full", "shared"]),
     "granitemoehybrid": lambda: GraniteMoeHybridConfig(
         **{**_without("head_dim"), "num_hidden_layers": 4, "intermediate_size": 32},
         layer_types=_LINEAR,

@@ -12,7 +12,16 @@ DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3", "seed_oss")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families whose whole decoder is replaced on CUDA; of mixtures all but routers and experts."""
 
-WIDE = (*DENSE, "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+WIDE = (
+    *DENSE,
+    "qwen3_moe",
+    "mistral_window",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v32",
+    "qwen3_next",
+)
 
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:

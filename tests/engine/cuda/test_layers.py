@@ -24,6 +24,7 @@ from tests.support.tiny_models import make_tiny
 REPLACED = {
     "deepseek_v2": {"DeepseekV2RMSNorm", "DeepseekV2MLP"},
     "deepseek_v3": {"DeepseekV3RMSNorm", "DeepseekV3MLP"},
+    "deepseek_v32": {"DeepseekV32RMSNorm", "DeepseekV32MLP"},
     "gemma2": {"Gemma2RMSNorm", "Gemma2MLP"},
     "gemma3_text": {"Gemma3RMSNorm", "Gemma3MLP"},
     "gpt_oss": {"GptOssRMSNorm"},
