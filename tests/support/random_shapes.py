@@ -220,7 +220,7 @@ def deepseek_v32(draw: ShapeDraw) -> Keys:
         **keys,
         "attention_bias": draw.flag(),
         "index_topk": draw.rng.choice([1, 8, 40, 150, 2048]),
-        "index_n_heads": draw.rng.choice([6, 8, 20]),
+        "index_n_heads": draw.rng.choice([12, 16, 20]),
         "index_head_dim": draw.rng.choice([16, 24, 32]),
     }
 

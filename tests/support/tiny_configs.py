@@ -145,10 +145,11 @@ def _deepseek_of_kinds(**more: Any) -> dict[str, Any]:
 
 
 def _sparse(**more: Any) -> dict[str, Any]:
-    """The same with an indexer that chooses 24 tokens, fewer than most contexts have."""
+    """The same with an indexer that chooses 24 tokens, fewer than most contexts have. With fewer heads the
+    scores of several tokens would be 0, and none of them clearly better."""
     return _deepseek_of_kinds(
         index_topk=24,
-        index_n_heads=8,
+        index_n_heads=16,
         index_head_dim=16,
         mlp_layer_types=["dense", "dense", "sparse", "sparse"],
         **more,
