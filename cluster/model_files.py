@@ -15,7 +15,7 @@ from cluster.host_lock import once_per_host
 from cluster.weights import local_copy
 from common.errors import ConfigError
 
-TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tiktoken.model")
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 _NEVER_READ = ("*/*.safetensors", "consolidated*.safetensors")
 """The weights once more, as their makers store them: gpt-oss' folder original, Mistral's consolidated."""

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
+from common.tokenizer_file import tokenizer_json
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
 from engine.checkpoint.reader import nothing_divided, plain_dtype, read_weights, weight_files
@@ -128,10 +129,11 @@ def check_divisible(config: EngineConfig, ranks: int) -> None:
 
 
 def read_tokenizer(model: str) -> str:
-    """The contents of a model's tokenizer.json. Raises OSError if it has none."""
-    return Path(str(cached_file(model, "tokenizer.json", local_files_only=_is_directory(model)))).read_text(
-        "utf-8"
-    )
+    """The contents of a model's tokenizer.json, or of what stands for it. Raises OSError if it has none, and
+    ValueError for one that is not read."""
+    if _is_directory(model):
+        return tokenizer_json(Path(model))
+    return Path(str(cached_file(model, "tokenizer.json"))).read_text("utf-8")
 
 
 def _read(

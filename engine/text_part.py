@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that takes images, too: most of Gemma 3, Mistral Small 3 and Qwen 3.5.
+"""The text part of a checkpoint that takes images, too: Gemma 3, Mistral Small 3, Qwen 3.5, Kimi K2.5.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
 """
@@ -14,13 +14,15 @@ from engine.errors import UnsupportedModel
 Weight = TypeVar("Weight")
 
 _ARCHITECTURES = {
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": ("Gemma3ForConditionalGeneration",),
+    "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+    "mistral3": ("Mistral3ForConditionalGeneration",),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration",),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration",),
 }
-"""model_type -> the class that is tested token by token against its own generate() of text. Others are not
-taken by their form alone: PaliGemma's prompts, for one, see what follows."""
+"""model_type -> the names, there and in published files, of the class that is tested token by token against
+its own generate() of text. Others are not taken by their form alone: PaliGemma's prompts, for one, see what
+follows."""
 
 _OF_THE_WHOLE = ("dtype", "eos_token_id", "quantization_config", "compression_config")
 """Settings that config.json has beside the text part's."""
@@ -43,10 +45,10 @@ def text_part(config: Any) -> Any:
     expected = _ARCHITECTURES.get(getattr(config, "model_type", ""))
     if expected is None:
         return config
-    if config.architectures and expected not in config.architectures:
+    if config.architectures and not set(expected) & set(config.architectures):
         raise UnsupportedModel(
-            f"architectures is {config.architectures!r} in config.json, not {expected}",
-            f"use a checkpoint of {expected}",
+            f"architectures is {config.architectures!r} in config.json, not {expected[0]}",
+            f"use a checkpoint of {expected[0]}",
         )
     part = copy.deepcopy(config.get_text_config())
     part.architectures = None

@@ -261,7 +261,8 @@ class RoutedModel(OutputOptions):
     """A model that a router serves: its text side, and how its versions share new streams."""
 
     model: Path = Field(
-        description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
+        description="directory with tokenizer.json (or Kimi's tiktoken.model), tokenizer_config.json, "
+        "chat_template.jinja"
     )
     served_model_name: str = Field(min_length=1)
     generation_config: str = Field(

@@ -10,9 +10,9 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from cluster.model_files import is_hub_id
 from common.errors import ConfigError
+from common.tokenizer_file import NAMES
 
 _INDEX = "model.safetensors.index.json"
-_ALWAYS = ("config.json", "tokenizer.json")
 _REMEDY = "copy the whole checkpoint to this node"
 
 
@@ -29,7 +29,9 @@ def present_files(model: str) -> Path | None:
             directory = Path(snapshot_download(model, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):
             return None
-    missing = [name for name in (*_ALWAYS, *_weights(directory)) if not _has(directory, name)]
+    missing = [name for name in ("config.json", *_weights(directory)) if not _has(directory, name)]
+    if not any(_has(directory, name) for name in NAMES):
+        missing.insert(0, NAMES[0])
     if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ConfigError("model", f"{directory} lacks {named}", _REMEDY)

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from common.tokenizer_file import byte_alphabet
+
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _UNFINISHED = "\ufffd"
 _METASPACE = "\u2581"
@@ -273,16 +275,3 @@ def _piece(name: str) -> str | bytes:
         except ValueError:
             pass  # not a byte: <0xZZ>
     return name.replace(_METASPACE, " ")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
-
-    GPT-2 introduced the convention: printable characters of Latin-1 stand for themselves, characters from
-    U+0100 on for the other bytes in order.
-    """
-    itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(value): value for value in itself}
-    others = [value for value in range(256) if value not in set(itself)]
-    alphabet.update({chr(0x100 + index): value for index, value in enumerate(others)})
-    return alphabet

@@ -13,7 +13,17 @@ from router.text.output_parts import OutputParser
 from router.text.output_source import Reading, ReadingParser, Source, rest
 from router.text.reasoning import ReasoningStart, ReasoningTags
 from router.text.reasoning import read as read_reasoning
-from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic, xml, xml_syntax
+from router.text.tool_formats import (
+    deepseek,
+    harmony,
+    hermes,
+    kimi,
+    llama3,
+    mistral,
+    pythonic,
+    xml,
+    xml_syntax,
+)
 from router.text.tool_formats.calls import Calls, Schemas
 from router.text.tool_formats.syntax import CallSyntax, Markers
 
@@ -45,6 +55,8 @@ _MISTRAL_LIST = ToolFormat(
 )
 _DEEPSEEK_V3 = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL, "```json"), deepseek.V3_SYNTAX)
 _DEEPSEEK = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL,), deepseek.SYNTAX)
+_DEEPSEEK_V32 = ToolFormat(partial(xml.read, xml.DEEPSEEK), xml.DEEPSEEK.markers, xml.DEEPSEEK.markers)
+_KIMI = ToolFormat(kimi.read, kimi.MARKERS, (kimi.BEGIN,), kimi.SYNTAX, end_thoughts=(kimi.BEGIN,))
 _LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',), llama3.SYNTAX)
 _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
@@ -65,8 +77,8 @@ _GLM = ToolFormat(
 )
 
 _TOOL_FORMATS = (
-    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED, _MINIMAX, _QWEN_CODER, _GLM,
-    _LLAMA3, _HERMES,
+    _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK, _KIMI, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED,
+    _MINIMAX, _QWEN_CODER, _GLM, _LLAMA3, _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -78,6 +90,8 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         "mistral_list": _MISTRAL_LIST,
         **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
+        **dict.fromkeys(("deepseek_v32", "deepseekv32"), _DEEPSEEK_V32),
+        "kimi_k2": _KIMI,
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
         "seed_oss": _SEED,
         **dict.fromkeys(("minimax_m2", "minimax-m2"), _MINIMAX),
@@ -97,7 +111,10 @@ _FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK)
 REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("qwen3", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "hunyuan", "minimax_m2", "minimax"),
+            (
+                *("qwen3", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "hunyuan", "kimi_k2"),
+                *("minimax_m2", "minimax"),
+            ),
             _THINK,
         ),
         **dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3-thinking"), _THINK_ASSUMED),

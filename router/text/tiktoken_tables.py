@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import models
 
-from router.text.detokenize import byte_alphabet
+from common.tokenizer_file import KIMI_WORDS, byte_alphabet
 
 # The pattern that the library's ByteLevel has built in: GPT-2's.
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -48,9 +48,10 @@ def split_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     if last.get("use_regex") or split.get("type") != "Split" or split.get("invert"):
         return None
     pattern = split["pattern"].get("Regex")
-    if split["behavior"] != "Isolated" or pattern is None or not _SAME_IN_BOTH.fullmatch(pattern):
+    if split["behavior"] != "Isolated" or pattern is None:
         return None
-    return str(pattern)
+    is_same = pattern == KIMI_WORDS or _SAME_IN_BOTH.fullmatch(pattern)
+    return str(pattern) if is_same else None
 
 
 def merge_ranks(model: dict[str, Any], loaded: models.Model) -> dict[bytes, int] | None:

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from common.errors import ConfigError, InvalidRequest
+from common.tokenizer_file import NAMES, load_tokenizer
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate, load_templates
 from router.text.control_tokens import ControlTokens
@@ -29,16 +30,8 @@ class Tokenization:
 
     def __init__(self, model: Path) -> None:
         """Raises ConfigError if the directory has no usable tokenizer."""
-        path = model / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                "model", f"{model} has no tokenizer.json", "name a model directory that has one"
-            )
         config = read_json(model / "tokenizer_config.json")
-        try:
-            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception for a bad file
-            raise ConfigError("model", f"{path} is not a tokenizer ({error})", "repair it") from None
+        self.tokenizer = _read(model)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         model_type = read_json(model / "config.json").get("model_type")
@@ -110,6 +103,17 @@ class Tokenization:
         if parts is None or control.are_all_in(parts):
             return self.encode(rendered, add_special_tokens=False)
         return control.encode(parts)
+
+
+def _read(model: Path) -> Tokenizer:
+    try:
+        return load_tokenizer(model)
+    except FileNotFoundError:
+        raise ConfigError(
+            "model", f"{model} has no {' or '.join(NAMES)}", "name a model directory that has one"
+        ) from None
+    except Exception as error:  # noqa: BLE001  the library raises bare Exception for a bad file
+        raise ConfigError("model", f"{model} has no usable tokenizer ({error})", "repair it") from None
 
 
 def _content(token: Any) -> str | None:

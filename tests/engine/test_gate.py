@@ -33,6 +33,19 @@ from tests.support.tiny_configs import FAMILIES, SIMILAR
 from tests.support.tiny_models import make_tiny
 
 
+def test_a_config_for_code_in_the_checkpoint_is_that_of_the_same_model_in_transformers(
+    tmp_path: Path,
+) -> None:
+    """Kimi K2's config.json."""
+    path = make_tiny("deepseek_v3", tmp_path, 0)
+    before = load_model(EngineConfig(str(path))).spec
+    settings = json.loads((path / "config.json").read_text())
+    settings["torch_dtype"] = settings.pop("dtype")
+    theirs = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (path / "config.json").write_text(json.dumps(settings | theirs))
+    assert load_model(EngineConfig(str(path))).spec == before
+
+
 def with_field(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
     for name, value in fields.items():
         setattr(config, name, value)

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Kimi_K25Config,
+    Kimi_K25VisionConfig,
     Mistral3Config,
     PixtralVisionConfig,
     PretrainedConfig,
@@ -66,6 +69,18 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         boi_token_index=301,
         eoi_token_index=302,
     ),
+    "kimi_k25": lambda: Kimi_K25Config(
+        text_config=MIXED["deepseek_v3"]().to_dict(),
+        vision_config=Kimi_K25VisionConfig(
+            num_attention_heads=2, num_hidden_layers=1, hidden_size=32, intermediate_size=32
+        ),
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        image_token_id=300,
+        video_token_id=301,
+        vision_start_token_id=302,
+        vision_end_token_id=303,
+    ),
     "mistral3": lambda: _mistral3(FAMILIES["mistral"]()),
     "ministral3": lambda: _mistral3(SIMILAR["ministral3"]()),
     "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
@@ -93,6 +108,16 @@ def generated(model: Any) -> tuple[list[int], float]:
 
 
 def written(family: str, directory: Path) -> Path:
-    whole_model(family).save_pretrained(directory)
+    model = whole_model(family)
+    model.save_pretrained(directory)
+    if family == "kimi_k25":  # transformers gives the text part's layers the name of the images' blocks
+        names = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+        weights = {
+            new + name.removeprefix(old): weight
+            for name, weight in model.state_dict().items()
+            for old, new in names.items()
+            if name.startswith(old)
+        }
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
     write_tokenizer(directory)
     return directory

@@ -32,14 +32,18 @@ class Calls:
         self._room = room
         self._short = short_ids
         self._count = 0
+        self._own_ids: set[str] = set()
 
     def schema(self, name: str) -> Mapping[str, Any]:
         """Of what a tool takes; empty for an unknown one."""
         return self.tools.get(name, {})
 
-    def begin(self, name: str) -> CallStart:
-        """The next call."""
+    def begin(self, name: str, own_id: str = "") -> CallStart:
+        """The next call. `own_id`: the one that the model gave it, unless another call has it."""
         index, self._count = self._count, self._count + 1
+        if own_id and own_id not in self._own_ids:
+            self._own_ids.add(own_id)
+            return CallStart(index, own_id, name)
         digest = hashlib.sha256(f"{self._room}.{index}".encode()).hexdigest()
         return CallStart(index, digest[:_SHORT] if self._short else f"call_{digest[:_ID_CHARACTERS]}", name)
 
@@ -90,13 +94,13 @@ def json_call(source: Source, calls: Calls, only_known: bool = False) -> Reading
     return False
 
 
-def named_call(source: Source, calls: Calls, name: str) -> Reading[bool]:
-    """The arguments of a call whose name was read. Returns whether it was a call; what is none is content, as
-    for `json_call`."""
+def named_call(source: Source, calls: Calls, name: str, own_id: str = "") -> Reading[bool]:
+    """The arguments of a call whose name was read, and maybe an id. Returns whether it was a call; what is
+    none is content, as for `json_call`."""
     if not name or (yield from skip_space(source)) != "{":
         yield Content(source.recorded)
         return False
-    begun = calls.begin(name)
+    begun = calls.begin(name, own_id)
     yield begun
     if (yield from streamed_arguments(source, begun.index)):
         return True

@@ -40,10 +40,16 @@ def _no_rules(markers: Markers) -> str:  # noqa: ARG001
     return ""
 
 
+class Expression(str):
+    """A regular expression in a list of texts."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """One or more calls: `trigger`, `opening`, calls with `between`, `closing`. A part is a list of texts,
-    each a token of its own or not. The trigger is what text before calls never has."""
+    each a token of its own or not, or an Expression. The trigger is what text before calls never has."""
 
     call: Callable[[str], tuple[tuple[str, ...], tuple[str, ...]]]  # by its name: before and behind arguments
     trigger: str
@@ -70,5 +76,7 @@ class Markers:
         return " ".join(self._one(text) for text in texts if text)
 
     def _one(self, text: str) -> str:
+        if isinstance(text, Expression):
+            return f"/{text}/"
         token = self._tokens.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"

@@ -17,6 +17,14 @@ MiniMax-M2 writes all calls of an answer between one `<minimax:tool_call>` and i
     </invoke>
     </minimax:tool_call>
 
+DeepSeek-V3.2 does so, too, and says of each value whether it is a text:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
 An argument is text or JSON, as its schema says. It is read as a whole.
 """
 
@@ -47,10 +55,14 @@ class Tags:
     end: str
     call: tuple[str, str] = ("<tool_call>", "</tool_call>")
     on_lines: bool = True  # a line end may stand before and behind a value, and is none of it
+    is_text: str = ""  # what stands between a key and "true" or "false"
+    mark: str = ""  # in all tags, in place of which it may be a token of its own
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Those that may be tokens of their own."""
+        if self.mark:
+            return (self.mark,)
         return *self.call, *(tag for tag in (*self.key, *self.value) if tag.endswith(">"))
 
 
@@ -63,6 +75,16 @@ MINIMAX = Tags(
     "</invoke>",
     call=("<minimax:tool_call>", "</minimax:tool_call>"),
     on_lines=False,
+)
+DEEPSEEK = Tags(
+    ('<｜DSML｜invoke name="', '">'),
+    ('<｜DSML｜parameter name="', '">'),
+    ("", "</｜DSML｜parameter>"),
+    "</｜DSML｜invoke>",
+    call=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    on_lines=False,
+    is_text='" string="',
+    mark="｜DSML｜",
 )
 GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", on_lines=False)
 
@@ -117,14 +139,23 @@ def _arguments(source: Source, begun: CallStart, tags: Tags, schema: Mapping[str
         value = yield from through(source, tags.value[1], _LONGEST_VALUE)
         if value is None:
             return False
-        said = read_value(value, _of(schema, key.strip()), tags.on_lines)
-        yield CallArguments(begun.index, f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: {said}")
+        name, wanted = _named(key.strip(), schema, tags)
+        said = read_value(value, wanted, tags.on_lines)
+        yield CallArguments(begun.index, f"{before}{json.dumps(name, ensure_ascii=False)}: {said}")
         before = ", "
     end = tags.end or tags.call[1]
     if not (yield from accept(source, end)):
         return False
     yield CallArguments(begun.index, "{}" if before == "{" else "}")
     return True
+
+
+def _named(key: str, schema: Mapping[str, Any], tags: Tags) -> tuple[str, Any]:
+    """The name of an argument, and the schema of its value. Where the tool's schema names no types, a call
+    that says of a value whether it is a text is believed."""
+    name, _, kind = key.partition(tags.is_text) if tags.is_text else (key, "", "")
+    wanted = _of(schema, name)
+    return name, {"type": "string"} if kind == "true" and not types_of(wanted) else wanted
 
 
 def _of(schema: Mapping[str, Any], key: str) -> Any:

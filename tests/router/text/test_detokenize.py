@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.text.detokenize import WindowDetokenizer, byte_alphabet
+from common.tokenizer_file import byte_alphabet
+from router.text.detokenize import WindowDetokenizer
 from router.text.tokenization import Tokenization
 from tests.support.tokenizers import byte_fallback, byte_level
 

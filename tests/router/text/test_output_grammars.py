@@ -16,7 +16,7 @@ from router.text.output_formats import TOOL_PARSERS, OutputFormats
 from router.text.output_grammars import CallsWanted
 from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
-from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral
+from router.text.tool_formats import deepseek, harmony, hermes, kimi, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
 from router.text.tool_formats.xml import GLM, MINIMAX, SEED
 from tests.support.tokenizers import byte_level
@@ -34,7 +34,7 @@ TOOLS = [
     CalledTool("now", {"properties": {}, "maxProperties": 0}, True),
 ]
 # The families' own names of tokens: special, and not.
-SPECIAL = [*mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
+SPECIAL = [*kimi.MARKERS, *mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
 ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value, *SEED.call, *MINIMAX.call]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())

@@ -65,6 +65,9 @@ HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 D_BEGIN, D_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 D_CALL, D_SEP, D_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 D_V3 = f'{D_CALL}function{D_SEP}f\n```json\n{{"a": 1}}\n```{D_CALL_END}'
+DSML = "｜DSML｜"
+K_BEGIN, K_END = "<|tool_calls_section_begin|>", "<|tool_call_end|>"
+K_CALL, K_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 Q_F = """<tool_call>
 <function=f>
 <parameter=s>
@@ -140,6 +143,41 @@ CASES: list[tuple[str, str, Found]] = [
     ),
     ("deepseek_v3", f"{D_BEGIN}{D_V3}\n{D_V3}{D_END}", ("", "", [F1, F1])),
     ("deepseek_v3", f"{D_CALL}function{D_SEP}{F1[1]}{D_CALL_END}", ("", "", [("function", F1[1])])),
+    # DeepSeek-V3.2's.
+    (
+        "deepseek_v32",
+        f'Hm.\n\n<{DSML}function_calls>\n<{DSML}invoke name="f">\n'
+        f'<{DSML}parameter name="a" string="false">1</{DSML}parameter>\n</{DSML}invoke>\n'
+        f'<{DSML}invoke name="g">\n</{DSML}invoke>\n</{DSML}function_calls>',
+        ("", "Hm.", [F1, G]),
+    ),
+    (
+        "deepseek_v32",
+        f'<{DSML}invoke name="f"><{DSML}parameter name="a" string="true">007</{DSML}parameter>'
+        f'<{DSML}parameter name="b" string="false">[{{"c": "d"}}]</{DSML}parameter>'
+        f'<{DSML}parameter name="d" string="false">x</{DSML}parameter>'
+        f'<{DSML}parameter name="e">2</{DSML}parameter></{DSML}invoke>',
+        ("", "", [("f", '{"a": "007", "b": [{"c": "d"}], "d": "x", "e": 2}')]),
+    ),
+    (
+        "deepseek_v32",
+        f'<{DSML}invoke name="f"><{DSML}parameter name="s" string="false">7</{DSML}parameter>'
+        f'<{DSML}parameter name="n" string="true">42</{DSML}parameter>'
+        f'<{DSML}parameter name="o" string="true">{{"x": [1]}}</{DSML}parameter></{DSML}invoke>',
+        ("", "", [("f", '{"s": "7", "n": 42, "o": {"x": [1]}}')]),
+    ),
+    # Kimi K2's.
+    (
+        "kimi_k2",
+        f"Hm.{K_BEGIN}{K_CALL}functions.f:0{K_ARGUMENTS}{F1[1]}{K_END}"
+        f"{K_CALL}functions.g:1{K_ARGUMENTS}{{}}{K_END}<|tool_calls_section_end|> ",
+        ("", "Hm.", [F1, G]),
+    ),
+    ("kimi_k2", f"{K_CALL} f {K_ARGUMENTS} {F1[1]}\nthen", ("", "then", [F1])),
+    ("kimi_k2", f"{K_CALL}functions.a.b:c:12{K_ARGUMENTS}{{}}", ("", "", [("a.b:c", "{}")])),
+    ("kimi_k2", f"{K_BEGIN} no", ("", f"{K_BEGIN} no", [])),
+    ("kimi_k2", f"{K_CALL}functions.f:0{K_ARGUMENTS}[]", ("", f"{K_CALL}functions.f:0{K_ARGUMENTS}[]", [])),
+    ("kimi_k2", f"{K_CALL}functions.f:0", ("", f"{K_CALL}functions.f:0", [])),
     # In Python.
     ("pythonic", "[f(a=1), g()]", ("", "", [F1, G])),
     ("pythonic", " [ f(a = 1) ]\n", ("", "", [F1])),
@@ -444,6 +482,14 @@ def test_glms_thoughts_end_with_a_call(text: str, want: Found) -> None:
     assert part == Reasoning("Hm.<tool_call>g</tool_call>"), "a request without tools has no calls"
 
 
+@pytest.mark.parametrize("thoughts", ["<think>Hm.</think>", "<think>Hm."])
+def test_kimis_thoughts_end_with_calls(thoughts: str) -> None:
+    text = f"{thoughts}{K_BEGIN}{K_CALL}functions.g:0{K_ARGUMENTS}{{}}{K_END}<|tool_calls_section_end|>"
+    whole = parts_of([text], "kimi_k2", "kimi_k2")
+    assert found(whole) == ("Hm.", "", [G])
+    assert parts_of(list(text), "kimi_k2", "kimi_k2") == whole
+
+
 @pytest.mark.parametrize(
     ("reasoning", "continued", "text", "want"),
     [
@@ -558,6 +604,8 @@ def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None,
         ("[TOOL_CALLS] [ARGS]", "mistral", None),
         (f"{D_CALL} </think>", "deepseek_v31", "qwen3"),
         (f"{D_CALL} ```json", "deepseek_v3", None),
+        (f"<{DSML}function_calls> <think></think>", "deepseek_v32", "qwen3"),
+        (f"{K_BEGIN}{K_CALL} <think></think>", "kimi_k2", "kimi_k2"),
         ('{"name": function name, "parameters": dictionary of argument', "llama3_json", None),
         ("[func_name1(params_name1=", "pythonic", None),
         ("<tool_call> <function=", "qwen3_coder", None),
@@ -588,6 +636,18 @@ def test_ids_of_calls_are_the_room_s() -> None:
 
     assert ids(1) == ids(1)
     assert len({*ids(1), *ids(2)}) == 4
+
+
+def test_calls_of_kimi_keep_the_ids_that_the_model_gave_them_unless_it_gives_one_twice() -> None:
+    parsing = OutputFormats("", {}, (), "kimi_k2", "none").parsing("", NAMES)
+    assert parsing is not None
+    written = "".join(
+        f"{K_CALL}{own}{K_ARGUMENTS}{{}}{K_END}" for own in ("functions.f:3", "f:3", "f:3", "g")
+    )
+    parts = parsing.parser(1).feed(written)
+    first, second, third, last = [part.id for part in parts if isinstance(part, CallStart)]
+    assert (first, second, last) == ("functions.f:3", "f:3", "g")
+    assert third.startswith("call_")
 
 
 def test_special_tokens_are_kept_for_the_parser_and_from_the_content() -> None:
