@@ -7,21 +7,17 @@ all layers: it depends on how many rows a query attends to, not on which.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from engine.backends.flashinfer import BACKEND
 from engine.backends.flashinfer_limits import check_latent_step
+from engine.backends.latent_wrapper import LatentWrapper
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices
 from engine.backends.query_blocks import query_blocks
 from engine.backends.query_contexts import QueryContexts
-from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
 from engine.cuda.index_op import index_scores
-from engine.device_copies import pinned
 from engine.paged_layers import IndexInputs
 from kvcache.pool import MLAKVCache
 
@@ -38,41 +34,29 @@ class FlashInferSparseAttention:
         workspace: torch.Tensor | None = None,
         fixed: tuple[int, int] | None = None,
     ) -> None:
-        """`workspace` is as in FlashInferAttention, `fixed` as in QueryContexts. Raises ImportError if
-        FlashInfer is not installed, or has no metadata of plans (before 0.7.2)."""
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
-
+        """`fixed` is as in QueryContexts, the rest as in LatentWrapper."""
         self._pool = pool
         self._heads = heads
         self._scale = scale
         self._top = top
         self._device = pool.data.device
-        if workspace is None:
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._shared = workspace
-        self._planned = Workspace(self._device)
         self._contexts = QueryContexts(self._device, fixed)
         self._slots = NewSlots(pool.page_size, self._device, None if fixed is None else fixed[0])
+        buffers = None if fixed is None else FixedIndices.allocate(fixed[0], top, self._device)
+        self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers)
         # Of the rows that each query attends to, [T * top], in the first layer of their pages.
-        self._rows = torch.zeros(0, dtype=torch.int32, device=self._device)
-        options: dict[str, Any] = {}
-        if fixed is not None:
-            buffers = FixedIndices.allocate(fixed[0], top, self._device)
-            self._rows = buffers.pages
-            options = {
-                "use_cuda_graph": True,
-                "qo_indptr": buffers.q_starts,
-                "kv_indptr": buffers.kv_starts,
-                "kv_indices": buffers.pages,
-                "kv_len_arr": buffers.lengths,
-            }
-        self._metadata: Any = MLAPlanMetadata
-        self._wrapper: Any = BatchMLAPagedAttentionWrapper(workspace, backend=BACKEND, **options)
+        nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._rows = nothing if buffers is None else buffers.pages
 
     def fixed(self, sequences: int, context_pages: int) -> FlashInferSparseAttention:
         """This backend for recorded decode steps, as in FlashInferAttention."""
         return FlashInferSparseAttention(
-            self._pool, self._heads, self._scale, self._top, self._shared, (sequences, context_pages)
+            self._pool,
+            self._heads,
+            self._scale,
+            self._top,
+            self._wrapper.workspace,
+            (sequences, context_pages),
         )
 
     def check_step(self, tokens: int, sequences: int) -> None:
@@ -88,26 +72,7 @@ class FlashInferSparseAttention:
             self._rows = torch.zeros(count * self._top, dtype=torch.int32, device=self._device)
         starts = np.arange(count + 1, dtype=np.int32)
         lengths = np.minimum(batch.positions + 1, self._top).astype(np.int32)
-        with self._planned.in_use():
-            metadata = self._metadata.csr(
-                qo_indptr=pinned(starts, self._device),
-                kv_indptr=pinned(starts * self._top, self._device),
-                kv_indices=self._rows,
-                kv_len_arr=pinned(lengths, self._device),
-            )
-            self._wrapper.plan(
-                metadata=metadata,
-                query_layout="split",
-                kv_cache_layout="split",
-                num_heads=self._heads,
-                head_dim_ckv=self._pool.spec.kv_lora_rank,
-                head_dim_kpe=self._pool.spec.rope_dim,
-                page_size=1,
-                causal=True,
-                sm_scale=self._scale,
-                q_data_type=self._pool.data.dtype,
-                kv_data_type=self._pool.data.dtype,
-            )
+        self._wrapper.plan(starts, starts * self._top, self._rows, lengths, page_size=1)
 
     def select(self, place: int, inputs: IndexInputs) -> None:
         pool, contexts = self._pool, self._contexts
@@ -134,10 +99,6 @@ class FlashInferSparseAttention:
         rope_new: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        spec = self._pool.spec
         self._pool.write(place, self._slots.pages, self._slots.offsets, latent_new, rope_new)
-        rows = self._pool.data.view(-1, 1, spec.row_dim)[place * self._pool.page_size :]
-        latents, ropes = rows[..., : spec.kv_lora_rank], rows[..., spec.kv_lora_rank : spec.key_dim]
-        self._wrapper.run(
-            query=(q_latent.contiguous(), q_rope.contiguous()), kv_cache=(latents, ropes), out=out
-        )
+        rows = self._pool.data.view(-1, 1, self._pool.spec.row_dim)[place * self._pool.page_size :]
+        self._wrapper.run(q_latent, q_rope, rows, out)

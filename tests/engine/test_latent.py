@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-from engine.batch import ForwardBatch, Pending
+from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.cpu.linear import check_packable
 from engine.cpu.op import KernelsUnavailable
@@ -28,6 +28,7 @@ from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_runner
 from tests.support.reference import draw_model, reference_generate
+from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_models import make_tiny, write_tiny
 
 _random = random.Random(5)
@@ -116,29 +117,6 @@ def test_the_spec_names_the_latent_group(tmp_path: Path) -> None:
 
 
 PAGE, TOKENS = 16, 24
-Spoil = Callable[[ForwardBatch, MLAKVCache], ForwardBatch]
-
-
-@dataclass
-class Spoilt:
-    """An engine whose decode steps are spoilt."""
-
-    runner: ModelRunner
-    pool: MLAKVCache
-    spoil: Spoil
-
-    def __post_init__(self) -> None:
-        self.spec = self.runner.spec
-
-    def launch(self, batch: ForwardBatch) -> Pending:
-        return self.runner.launch(self.spoil(batch, self.pool) if batch.q_lens[0] == 1 else batch)
-
-    def close(self) -> None:
-        self.runner.close()
-
-
-def nothing(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:
-    return batch
 
 
 def last_page_swapped(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.batch import ForwardBatch, Pending
-from engine.runner import ModelRunner
+from engine.batch import ForwardBatch
 from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.support.driver import Driver, open_runner
 from tests.support.oracle import DENSE, EVERY, LATENT
 from tests.support.reference import draw_model
+from tests.support.spoilt import Spoilt, nothing
 
 FAMILIES = tuple(family for family in EVERY if family != "mistral_window")
 SHARING = (*DENSE, *LATENT)
@@ -37,10 +37,6 @@ COUSIN = PROMPT[: 2 * PAGE] + [_random.randrange(256) for _ in range(21)]
 
 Pool = MHAKVCache | MLAKVCache
 Spoil = Callable[[ForwardBatch, Pool], ForwardBatch]
-
-
-def nothing(batch: ForwardBatch, _pool: Pool) -> ForwardBatch:
-    return batch
 
 
 def zeroed_page(batch: ForwardBatch, pool: Pool) -> ForwardBatch:
@@ -64,24 +60,6 @@ def swapped_in_pool(batch: ForwardBatch, pool: Pool) -> ForwardBatch:
         first, other = batch.page_table[0, [1, 3]].tolist()
         pool.data[[first, other]] = pool.data[[other, first]]
     return batch
-
-
-@dataclass
-class Spoilt:
-    """An engine whose decode steps are spoilt."""
-
-    runner: ModelRunner
-    pool: Pool
-    spoil: Spoil
-
-    def __post_init__(self) -> None:
-        self.spec = self.runner.spec
-
-    def launch(self, batch: ForwardBatch) -> Pending:
-        return self.runner.launch(self.spoil(batch, self.pool) if batch.q_lens[0] == 1 else batch)
-
-    def close(self) -> None:
-        self.runner.close()
 
 
 Drawn = tuple[str, Path, list[list[int]]]

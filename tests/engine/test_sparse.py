@@ -4,8 +4,7 @@ transformers.generate token by token, in float32."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ import torch
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
 from engine.backends.sparse_reference import TorchSparseAttention
-from engine.batch import ForwardBatch, Pending
+from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from engine.paged_layers import IndexInputs
-from engine.runner import ModelRunner
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_runner
 from tests.support.reference import draw_model
+from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_configs import MIXED, SIMILAR
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -99,30 +98,6 @@ def test_a_row_ends_with_the_index_key(drawn: Drawn) -> None:
 
 
 # What a spoilt choice does
-
-Spoil = Callable[[ForwardBatch, MLAKVCache], ForwardBatch]
-
-
-@dataclass
-class Spoilt:
-    """An engine whose decode steps are spoilt."""
-
-    runner: ModelRunner
-    pool: MLAKVCache
-    spoil: Spoil
-
-    def __post_init__(self) -> None:
-        self.spec = self.runner.spec
-
-    def launch(self, batch: ForwardBatch) -> Pending:
-        return self.runner.launch(self.spoil(batch, self.pool) if batch.q_lens[0] == 1 else batch)
-
-    def close(self) -> None:
-        self.runner.close()
-
-
-def nothing(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:
-    return batch
 
 
 def stale_index_keys(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:

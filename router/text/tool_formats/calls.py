@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.text.json_scanner import JsonScanner, nests_deeper
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
-from router.text.output_source import Reading, Source, skip_space
+from router.text.output_source import Reading, Source, accept, skip_space, until
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """By the names of functions."""
@@ -106,6 +107,36 @@ def named_call(source: Source, calls: Calls, name: str, own_id: str = "") -> Rea
         return True
     yield CallBroken(begun.index, source.recorded)
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class CallTokens:
+    """What stands around all calls of an answer, and around each."""
+
+    begin: str
+    end: str
+    call: str
+    call_end: str
+
+
+def read_between(source: Source, tokens: CallTokens, one: Callable[[Source], Reading[bool]]) -> Reading[None]:
+    """Content and calls between tokens, of which all but the one that begins a call may be missing. `one`
+    reads what follows that token, and returns whether it was a call; what is none it yields as content."""
+    while True:
+        space, found = yield from until(source, (tokens.begin, tokens.call), Content)
+        if not found:
+            return
+        source.record(space + found)
+        if found == tokens.begin:
+            yield from skip_space(source)
+            if not (yield from accept(source, tokens.call)):
+                yield Content(source.recorded)
+                continue
+        if (yield from one(source)):
+            for token in (tokens.call_end, tokens.end):
+                yield from skip_space(source)
+                yield from accept(source, token)
+            yield from skip_space(source)
 
 
 def streamed_arguments(source: Source, index: int) -> Reading[bool]:

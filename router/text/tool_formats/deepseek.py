@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from router.text.output_parts import Content
-from router.text.output_source import Reading, Source, accept, skip_space, through, until, word
-from router.text.tool_formats.calls import Calls, named_call
+from router.text.output_source import Reading, Source, accept, skip_space, through, word
+from router.text.tool_formats.calls import Calls, CallTokens, named_call, read_between
 from router.text.tool_formats.syntax import CallSyntax
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -28,23 +28,8 @@ V3_SYNTAX = CallSyntax(_call_v3, trigger=BEGIN, between=("\n",), closing=(END,))
 
 
 def read(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls of either form. The token that begins all calls may be missing."""
-    while True:
-        space, found = yield from until(source, (BEGIN, CALL), Content)
-        if not found:
-            return
-        source.record(space + found)
-        if found == BEGIN:
-            yield from skip_space(source)
-            if not (yield from accept(source, CALL)):
-                yield Content(source.recorded)
-                continue
-        if (yield from _one(source, calls)):
-            yield from skip_space(source)
-            yield from accept(source, CALL_END)
-            yield from skip_space(source)
-            yield from accept(source, END)
-            yield from skip_space(source)
+    """Content and calls of either form."""
+    return read_between(source, CallTokens(BEGIN, END, CALL, CALL_END), lambda one: _one(one, calls))
 
 
 def _one(source: Source, calls: Calls) -> Reading[bool]:

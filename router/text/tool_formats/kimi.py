@@ -6,8 +6,8 @@ Its templates show the model that id again beside the result, so calls keep the 
 from __future__ import annotations
 
 from router.text.output_parts import Content
-from router.text.output_source import Reading, Source, accept, skip_space, through, until
-from router.text.tool_formats.calls import Calls, named_call
+from router.text.output_source import Reading, Source, through
+from router.text.tool_formats.calls import Calls, CallTokens, named_call, read_between
 from router.text.tool_formats.syntax import CallSyntax, Expression
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -24,28 +24,17 @@ SYNTAX = CallSyntax(_call, trigger=BEGIN, closing=(END,))
 
 
 def read(source: Source, calls: Calls) -> Reading[None]:
-    """Content and calls. The tokens around all calls, and what ends one, may be missing."""
-    while True:
-        space, found = yield from until(source, (BEGIN, CALL), Content)
-        if not found:
-            return
-        source.record(space + found)
-        if found == BEGIN:
-            yield from skip_space(source)
-            if not (yield from accept(source, CALL)):
-                yield Content(source.recorded)
-                continue
+    """Content and calls."""
+
+    def one(source: Source) -> Reading[bool]:
         head = yield from through(source, ARGUMENTS, _LONGEST_ID)
         if head is None:
             yield Content(source.recorded)
-            continue
+            return False
         own_id = head.strip()
-        if (yield from named_call(source, calls, _name(own_id), own_id)):
-            yield from skip_space(source)
-            yield from accept(source, CALL_END)
-            yield from skip_space(source)
-            yield from accept(source, END)
-            yield from skip_space(source)
+        return (yield from named_call(source, calls, _name(own_id), own_id))
+
+    return read_between(source, CallTokens(BEGIN, END, CALL, CALL_END), one)
 
 
 def _name(own_id: str) -> str:
