@@ -33,6 +33,7 @@ from common.options import parse_options
 from router.options import OutputOptions, RoutedModel, RouterOptions
 from router.placement.policies import make_policy
 from router.placement_options import PolicyWeights
+from router.text.chat_template import template_text
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
 from worker.options import WorkerOptions, WorkerSettings
@@ -161,16 +162,7 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
         sections: dict[str, list[ModelSection]] = {}
         for one in self.served:
             sections.setdefault(one.model_name, []).append(one)
-        models = tuple(
-            RoutedModel(
-                model=Path(versions[0].model),
-                served_model_name=name,
-                generation_config=versions[0].generation_config,
-                tool_call_parser=versions[0].tool_call_parser,
-                reasoning_parser=versions[0].reasoning_parser,
-            )
-            for name, versions in sections.items()
-        )
+        models = tuple(_routed(versions[0]) for versions in sections.values())
         given = self.router.options.given()
         weights = {tenant: options.weight for tenant, options in self.tenants.items()}
         given["tenant_weights"] = {**weights, **given.get("tenant_weights", {})}
@@ -200,6 +192,19 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
             "ports": self.ports,
             "cluster_secret_file": self.cluster_secret_file,
         }
+
+
+def _routed(one: ModelSection) -> RoutedModel:
+    """Its text side. A template is read here: the router may be on another node."""
+    template = one.chat_template
+    return RoutedModel(
+        model=Path(one.model),
+        served_model_name=one.model_name,
+        generation_config=one.generation_config,
+        tool_call_parser=one.tool_call_parser,
+        reasoning_parser=one.reasoning_parser,
+        chat_template=None if template is None else template_text(template),
+    )
 
 
 def deployment_name(key: str) -> str:

@@ -9,6 +9,7 @@ from common.errors import ConfigError
 from engine.gate import check_model
 from engine.model_config import read_config
 from engine.text_part import text_part
+from router.text.chat_template import template_text
 from router.text.output_formats import check_parsers
 from router.text.sampling_defaults import read_defaults
 
@@ -22,6 +23,8 @@ def check_models(config: ServeConfig) -> None:
         directory = Path(one.model)
         read_defaults(directory, one.generation_config)
         check_parsers(one.tool_call_parser, one.reasoning_parser)
+        if one.chat_template is not None:
+            template_text(one.chat_template)
         fake = {config.worker_options(key).engine for key in config.worker_sections()} == {"fake"}
         if fake:
             continue

@@ -45,7 +45,7 @@ class Model:
         public_prefixes: Sequence[PublicPrefix] = (),
     ) -> Self:
         """Read the text side of a model's directory. Raises ConfigError."""
-        tokenization = Tokenization(one.model)
+        tokenization = Tokenization(one.model, one.chat_template)
         defaults = read_defaults(one.model, one.generation_config)
         formats = OutputFormats(
             tokenization.templates, tokenization.added_ids(), tokenization.detokenizers.special_ids,

@@ -255,6 +255,9 @@ class OutputOptions(Options):
     reasoning_parser: str = Field(
         "auto", description="how the model writes its reasoning: auto, none, or a name, such as qwen3"
     )
+    chat_template: str | None = Field(
+        None, min_length=1, description="file with a chat template, or its text; null: the model's own"
+    )
 
 
 class RoutedModel(OutputOptions):
@@ -321,6 +324,7 @@ class RouterOptions(RouterSettings, ConnectionOptions, OutputOptions, SocketOpti
                 generation_config=self.generation_config,
                 tool_call_parser=self.tool_call_parser,
                 reasoning_parser=self.reasoning_parser,
+                chat_template=self.chat_template,
                 version_weights=self.version_weights,
             ),
         )

@@ -231,6 +231,17 @@ def load_templates(model: Path, config: dict[str, Any]) -> dict[str, str]:
     return sources
 
 
+def template_text(given: str) -> str:
+    """A template's text, which has braces or lines, or that of the file which is named. Raises ConfigError if
+    there is none."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("chat_template", f"{given} cannot be read ({error})", "name a Jinja file") from None
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks text for training; it has no effect here."""
 

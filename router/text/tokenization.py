@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from common.errors import ConfigError, InvalidRequest
 from common.tokenizer_file import NAMES, load_tokenizer
 from router.text.chat import Chat
-from router.text.chat_template import ChatTemplate, load_templates
+from router.text.chat_template import ChatTemplate, load_templates, template_text
 from router.text.control_tokens import ControlTokens
 from router.text.detokenize import DetokenizerFactory
 from router.text.json_files import read_json
@@ -28,8 +28,9 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenization:
     """A model directory's tokenizer and chat template."""
 
-    def __init__(self, model: Path) -> None:
-        """Raises ConfigError if the directory has no usable tokenizer."""
+    def __init__(self, model: Path, chat_template: str | None = None) -> None:
+        """`chat_template`: a file or its text, instead of the model's own. Raises ConfigError if there is no
+        such file, or the directory has no usable tokenizer."""
         config = read_json(model / "tokenizer_config.json")
         self.tokenizer = _read(model)
         self.tokenizer.no_truncation()
@@ -49,6 +50,8 @@ class Tokenization:
         self.longest_token_bytes = shrinks * self.detokenizers.longest_token_bytes
         self._tiktoken = TiktokenEncoder.make(self.tokenizer)
         sources = load_templates(model, config)
+        if chat_template is not None:
+            sources = {"default": template_text(chat_template)}
         listed: list[str] | None = config.get("chat_control_tokens")
         self.templates = "\0".join(sources.values())
         named_in = self.templates if listed is None else listed

@@ -91,6 +91,15 @@ def test_the_parsers_of_outputs_reach_the_router(model: str) -> None:
     assert (one.tool_call_parser, one.reasoning_parser) == ("hermes", "none")
 
 
+def test_a_chat_template_reaches_the_router_as_text(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (str(file), file.read_text()):
+        arguments = parse(["serve", model, "--chat-template", given])
+        (one,) = parse_config(make_config(arguments)).router_options().served
+        assert one.chat_template == file.read_text()
+
+
 def test_names_of_metrics_for_vllms_dashboards_reach_the_router(model: str) -> None:
     config = parse_config(make_config(parse(["serve", model, "--metrics-compat", "vllm"])))
     assert config.router_options().metrics_compat == "vllm"

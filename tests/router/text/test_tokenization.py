@@ -229,6 +229,17 @@ def test_a_model_directory_that_cannot_work_is_named(tmp_path: Path) -> None:
         Tokenization(path)
 
 
+def test_another_template_than_the_models_own(tmp_path: Path) -> None:
+    path, chat = byte_level(tmp_path / "model"), Chat(CHATS["one"])
+    (file := tmp_path / "other.jinja").write_text("{{ messages[0].content }}!")
+    own = Tokenization(path).render_chat(chat)
+    for given in (str(file), file.read_text()):
+        assert Tokenization(path, given).render_chat(chat) == f"{CHATS['one'][0]['content']}!" != own
+    with pytest.raises(ConfigError, match="nowhere") as refused:
+        Tokenization(path, str(tmp_path / "nowhere.jinja"))
+    assert refused.value.key == "chat_template"
+
+
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     path = byte_level(tmp_path)
     (path / "tokenizer_config.json").write_text("{}")
