@@ -112,6 +112,8 @@ class Indexer(nn.Module):
         self.wk = indexer.wk
         self.k_norm = indexer.k_norm
         self.weights_proj = indexer.weights_proj
+        # Beside float16 transformers keeps it in float32. A module that replaces it may hide its weight.
+        self._weights_dtype: torch.dtype = indexer.weights_proj.weight.dtype
         self._heads: int = indexer.n_heads
         self._dim: int = indexer.head_dim
         self._rope_dim: int = indexer.qk_rope_head_dim
@@ -126,7 +128,7 @@ class Indexer(nn.Module):
         (q_rope, q_rest), (k_rope, k_rest) = (x.split((self._rope_dim, others), dim=-1) for x in (q, k))
         q_rope, k_rope = self._rotate(q_rope, k_rope, angles)
         q, k = torch.cat((q_rope, q_rest), dim=-1), torch.cat((k_rope, k_rest), dim=-1)
-        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self._scale
+        weights = self.weights_proj(hidden_states.to(self._weights_dtype)).float() * self._scale
         return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
 
 

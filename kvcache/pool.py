@@ -232,6 +232,15 @@ class MLAKVCache(TokenKVCache[LatentGroupSpec]):
         return slots // self.page_size, self._layer_index[layer], slots % self.page_size
 
 
+class RowsOfKVCache(MLAKVCache):
+    """Every row of another MLAKVCache, in its memory, as a page of one token and one layer."""
+
+    def __init__(self, whole: MLAKVCache) -> None:
+        rows = whole.data.shape[:3].numel()
+        spec = replace(whole.spec, layer_ids=whole.spec.layer_ids[:1])
+        super().__init__(spec, rows - 1, 1, whole.device, PoolBuffer(whole.bytes.view(-1)))
+
+
 class MambaPool(KVCache):
     """States of linear attention, Mamba and short convolutions: slots 1..num_pages, a page being a slot.
 

@@ -11,7 +11,6 @@ from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.pick import pick
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
-from engine.cpu.op import KernelsUnavailable
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -51,7 +50,9 @@ def _sparse(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, to
     """Of attention to `top` tokens of each context."""
 
     def cpu() -> LatentBackend:
-        raise KernelsUnavailable("the CPU latent attention op attends to whole contexts")
+        from engine.cpu.sparse import CpuSparseAttention
+
+        return CpuSparseAttention(pool, heads, scale, top)
 
     def flashinfer() -> LatentBackend:
         check_latents(pool, heads)

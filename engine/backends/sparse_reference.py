@@ -1,4 +1,4 @@
-"""Sparse latent attention in plain torch: the reference for tests of other backends, and what CPUs have."""
+"""Sparse latent attention in plain torch: the reference for tests of other backends, and the fallback."""
 
 from __future__ import annotations
 

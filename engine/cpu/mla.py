@@ -43,10 +43,10 @@ def check_supported(spec: LatentGroupSpec) -> None:
         raise KernelsUnavailable(
             f"the CPU latent attention op attends in float32 or bfloat16, not {spec.dtype}"
         )
-    if spec.kv_lora_rank > MAX_RANK or spec.row_dim > MAX_ROW:
+    if spec.kv_lora_rank > MAX_RANK or spec.key_dim > MAX_ROW:
         raise KernelsUnavailable(
             f"the CPU latent attention op takes latents of up to {MAX_RANK} values and rows of {MAX_ROW}, "
-            f"not {spec.kv_lora_rank} and {spec.row_dim}"
+            f"not {spec.kv_lora_rank} and {spec.key_dim}"
         )
     if kernels().baton_mla_call_bytes() != ctypes.sizeof(MlaCall):
         raise KernelsUnavailable("mla.py and the compiled kernels disagree about MlaCall")

@@ -16,7 +16,7 @@ from tests.support.tiny_models import make_tiny
 IDS = np.random.default_rng(0).integers(0, 256, 96).tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "deepseek_v32"])
 def test_logits_in_float16_are_within_transformers_own_rounding(family: str, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path, 3)
     with torch.inference_mode():

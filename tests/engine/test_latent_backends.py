@@ -14,6 +14,7 @@ from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
 from engine.config import EngineConfig
+from engine.cpu.sparse import CpuSparseAttention
 from engine.cuda import triton_kernels
 from engine.loader import AttentionLayer
 from kvcache.layout import LatentGroupSpec
@@ -55,8 +56,10 @@ def test_sparse_attention_has_backends_of_its_own(
     monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
     layer, on_cuda = [replace(LAYER[0], top_tokens=8)], EngineConfig("m", device="cuda")
     pool = pool_of(512, torch.bfloat16, index_dim=128)
-    assert isinstance(build_latent(EngineConfig("m"), pool, layer), TorchSparseAttention)
-    assert "attends to whole contexts" in caplog.text
+    assert isinstance(build_latent(EngineConfig("m"), pool, layer), CpuSparseAttention)
+    fp4 = pool_of(512, torch.bfloat16, KVFormat.FP4_E2M1, index_dim=128)
+    assert not isinstance(build_latent(EngineConfig("m"), fp4, layer), CpuSparseAttention)
+    assert "share their scales' place in a page" in caplog.text
     monkeypatch.setattr(triton_kernels, "available", lambda: False)
     assert isinstance(build_latent(on_cuda, pool, layer), TorchSparseAttention)
     assert "needs Triton" in caplog.text

@@ -34,7 +34,9 @@ _random = random.Random(5)
 PROMPT = [_random.randrange(256) for _ in range(70)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "stagger"),
     [
@@ -45,11 +47,11 @@ PROMPT = [_random.randrange(256) for _ in range(70)]
     ],
 )
 def test_greedy_tokens_equal_generate(
-    family: str, page_size: int, chunk: int, stagger: int, drawn: Drawn
+    family: str, attention: str, page_size: int, chunk: int, stagger: int, drawn: Drawn
 ) -> None:
     path, expected = drawn(family)
     pages = 420 if page_size == 1 else 40
-    runner, _ = open_runner(path, page_size, pages)
+    runner, _ = open_runner(path, page_size, pages, attention=attention)
     driver = Driver(runner, pages, page_size, seed=page_size + chunk)
     lanes = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(lanes, 64, chunk, stagger)

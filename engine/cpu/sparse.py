@@ -1,0 +1,71 @@
+"""Sparse latent attention on CPUs: torch chooses, and the C++ op of latent attention reads the chosen rows.
+
+As on CUDA, each query is a sequence of its own, and each row that it attends to a page of one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.backends.sparse_reference import TorchSparseAttention
+from engine.cpu.mla import CpuLatentAttention
+from engine.cpu.op import KernelsUnavailable
+from kvcache.pool import MLAKVCache, RowsOfKVCache
+from kvcache.quant import KVFormat
+
+if TYPE_CHECKING:
+    from engine.batch import ForwardBatch
+    from engine.paged_layers import IndexInputs
+
+
+class CpuSparseAttention(TorchSparseAttention):
+    """A LatentBackend and SelectsTokens."""
+
+    def __init__(self, pool: MLAKVCache, heads: int, scale: float, top: int) -> None:
+        """Raises KernelsUnavailable if the op cannot serve `pool`."""
+        if pool.spec.stored is KVFormat.FP4_E2M1:
+            raise KernelsUnavailable(f"rows of {pool.spec.stored} share their scales' place in a page")
+        super().__init__(pool, heads, scale, top)
+        self._of_rows = CpuLatentAttention(RowsOfKVCache(pool), heads, scale)
+        self._batch: ForwardBatch | None = None
+        self._rows = np.zeros((0, 0), np.int32)  # [T, at most top] in the first layer of their pages
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        super().prepare(batch)
+        self._batch = replace(
+            batch,
+            q_lens=np.ones(len(batch.positions), np.int32),
+            seq_lens=np.minimum(batch.positions + 1, self._top).astype(np.int32),
+            out_slots=self._rows_of(batch.out_slots),
+        )
+
+    def select(self, place: int, inputs: IndexInputs) -> None:
+        super().select(place, inputs)
+        chosen = self._chosen.numpy()
+        self._rows = np.zeros(chosen.shape, np.int32)
+        for start, end, slots in self._sequences:
+            self._rows[start:end] = self._rows_of(slots.numpy())[chosen[start:end]]
+
+    def forward(
+        self,
+        place: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent_new: torch.Tensor,
+        rope_new: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        assert self._batch is not None
+        first = place * self._pool.page_size
+        self._of_rows.prepare(
+            replace(self._batch, page_table=self._rows + first, out_slots=self._batch.out_slots + first)
+        )
+        self._of_rows.forward(0, q_latent, q_rope, latent_new, rope_new, out)
+
+    def _rows_of(self, slots: np.ndarray) -> np.ndarray:
+        pages, offsets = np.divmod(slots, self._pool.page_size)
+        return pages * self._pool.page_size * len(self._pool.spec.layer_ids) + offsets
