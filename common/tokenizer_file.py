@@ -59,7 +59,8 @@ def _has_ranks(directory: Path) -> bool:
 
 
 def _kimi_of(directory: Path) -> Tokenizer:
-    config = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     if config.get("tokenizer_class") != _CLASS:
         raise ValueError(f"tokenizer_class is {config.get('tokenizer_class')!r} beside {NAMES[1]}")
     return kimi_tokenizer(_ranks(directory / NAMES[1]), config.get("added_tokens_decoder") or {})

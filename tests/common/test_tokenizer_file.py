@@ -102,6 +102,9 @@ def test_what_is_no_file_of_kimi_is_refused(ranks: dict[bytes, int], tmp_path: P
     write(tmp_path, ranks, name="QWenTokenizer")
     with pytest.raises(ValueError, match="tokenizer_class is 'QWenTokenizer'"):
         tokenizer_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer_class is None"):
+        tokenizer_json(tmp_path)
     write(tmp_path, {token: 2 * rank for token, rank in ranks.items()})
     with pytest.raises(ValueError, match="each once"):
         tokenizer_json(tmp_path)
