@@ -50,7 +50,7 @@ def _sparse(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, to
     """Of attention to `top` tokens of each context."""
 
     def cpu() -> LatentBackend:
-        from engine.cpu.sparse import CpuSparseAttention
+        from engine.backends.sparse_cpu import CpuSparseAttention
 
         return CpuSparseAttention(pool, heads, scale, top)
 

@@ -11,10 +11,10 @@ import torch
 from common.errors import ConfigError
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_reference import TorchLatentAttention
+from engine.backends.sparse_cpu import CpuSparseAttention
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
 from engine.config import EngineConfig
-from engine.cpu.sparse import CpuSparseAttention
 from engine.cuda import triton_kernels
 from engine.loader import AttentionLayer
 from kvcache.layout import LatentGroupSpec
