@@ -108,6 +108,7 @@ SUBSET = [
     Case("qwen2_moe", 16, None, "mooncake"),
     Case("deepseek_v2", 16, None, "tcp", overlap=1),
     Case("deepseek_v3", 64, 20, "shm"),
+    Case("deepseek_v32", 16, 20, "tcp"),
     Case("mistral_window", 16, 20, "mooncake", overlap=1),
     Case("gemma2", 16, 20, "shm", overlap=1),
     Case("gemma3_text", 1, 56, "shm"),
