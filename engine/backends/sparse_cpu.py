@@ -32,7 +32,6 @@ class CpuSparseAttention(TorchSparseAttention):
         super().__init__(pool, heads, scale, top)
         self._of_rows = CpuLatentAttention(RowsOfKVCache(pool), heads, scale)
         self._batch: ForwardBatch | None = None
-        self._rows = np.zeros((0, 0), np.int32)  # [T, at most top] in the first layer of their pages
 
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
@@ -45,10 +44,12 @@ class CpuSparseAttention(TorchSparseAttention):
 
     def select(self, place: int, inputs: IndexInputs) -> None:
         super().select(place, inputs)
+        assert self._batch is not None
         chosen = self._chosen.numpy()
-        self._rows = np.zeros(chosen.shape, np.int32)
+        rows = np.zeros(chosen.shape, np.int32)  # in the first layer of their pages
         for start, end, slots in self._sequences:
-            self._rows[start:end] = self._rows_of(slots.numpy())[chosen[start:end]]
+            rows[start:end] = self._rows_of(slots.numpy())[chosen[start:end]]
+        self._of_rows.prepare(replace(self._batch, page_table=rows))
 
     def forward(
         self,
@@ -59,12 +60,9 @@ class CpuSparseAttention(TorchSparseAttention):
         rope_new: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        assert self._batch is not None
+        # A page of one token has one layer: the rows of this one are so many pages behind those of the first.
         first = place * self._pool.page_size
-        self._of_rows.prepare(
-            replace(self._batch, page_table=self._rows + first, out_slots=self._batch.out_slots + first)
-        )
-        self._of_rows.forward(0, q_latent, q_rope, latent_new, rope_new, out)
+        self._of_rows.forward(first, q_latent, q_rope, latent_new, rope_new, out)
 
     def _rows_of(self, slots: np.ndarray) -> np.ndarray:
         pages, offsets = np.divmod(slots, self._pool.page_size)

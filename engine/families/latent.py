@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -94,32 +95,28 @@ def _rotate_v3_halves(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[to
     return rotated
 
 
-def _absorb(model: nn.Module, rotate: Rotate) -> None:
-    """Replace the attention of every layer with a LatentAttention."""
+def _absorb(model: nn.Module, kind: Callable[..., LatentAttention], *rotations: Rotate) -> None:
+    """Replace the attention of every layer with one of this kind."""
     decoder: Any = model.model
     for layer in decoder.layers:
-        layer.self_attn = LatentAttention(layer.self_attn, rotate)
+        layer.self_attn = kind(layer.self_attn, *rotations)
 
 
 def _prepare_v2(model: nn.Module) -> None:
-    _absorb(model, _rotate_v2)
+    _absorb(model, LatentAttention, _rotate_v2)
 
 
 def _prepare_v3(model: nn.Module) -> None:
     config: Any = model.config
-    _absorb(model, _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves)
+    _absorb(model, LatentAttention, _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves)
 
 
 def _prepare_v32(model: nn.Module) -> None:
-    decoder: Any = model.model
-    for layer in decoder.layers:
-        layer.self_attn = SparseLatentAttention(layer.self_attn, _rotate_v3_pairs, _rotate_v3_halves)
+    _absorb(model, SparseLatentAttention, _rotate_v3_pairs, _rotate_v3_halves)
 
 
 def _prepare_glm(model: nn.Module) -> None:
-    decoder: Any = model.model
-    for layer in decoder.layers:
-        layer.self_attn = SharingLatentAttention(layer.self_attn, _rotate_v3_pairs, _rotate_v3_pairs)
+    _absorb(model, SharingLatentAttention, _rotate_v3_pairs, _rotate_v3_pairs)
 
 
 _LATENT = frozenset({"kv_lora_rank"})

@@ -26,6 +26,7 @@ from engine.runner import ModelRunner
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
+from tests.engine.latent_checks import check_greedy, check_pages_elsewhere, ways_to_pack
 from tests.support.driver import Driver, open_runner
 from tests.support.reference import draw_model, reference_generate
 from tests.support.spoilt import Spoilt, nothing
@@ -42,25 +43,11 @@ VARIANTS = ("deepseek_v2", "deepseek_v2_lora", "deepseek_v3", "deepseek_v3_halve
 @pytest.mark.covering
 @pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("attention", ["torch", "auto"])
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "stagger"),
-    [
-        pytest.param(1, 13, 0, id="chunks-page1"),
-        pytest.param(16, 1 << 20, 0, id="packed"),
-        pytest.param(16, 7, 9, id="mixed"),
-        pytest.param(64, 11, 5, id="mixed-page64"),
-    ],
-)
+@ways_to_pack
 def test_greedy_tokens_equal_generate(
     family: str, attention: str, page_size: int, chunk: int, stagger: int, drawn: Drawn
 ) -> None:
-    path, expected = drawn(family)
-    pages = 420 if page_size == 1 else 40
-    runner, _ = open_runner(path, page_size, pages, attention=attention)
-    driver = Driver(runner, pages, page_size, seed=page_size + chunk)
-    lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, 64, chunk, stagger)
-    assert [lane.outputs for lane in lanes] == expected
+    check_greedy(drawn(family), attention, page_size, chunk, stagger)
 
 
 def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> None:
@@ -81,20 +68,7 @@ def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> N
 
 
 def test_pages_hold_all_that_another_engine_needs(drawn: Drawn) -> None:
-    """Prefilled here, decoded there, from the bytes of the prompt's pages at other places."""
-    path, expected = drawn("deepseek_v3")
-    (here, sent), (there, received) = (open_runner(path, 16, 12, attention="auto") for _ in range(2))
-    prefilling = Driver(here, 12, 16)
-    lane = prefilling.add(PROMPTS[1])
-    prefilling.generate([lane], 1, chunk=20)
-    places = list(range(1, len(lane.pages) + 1))
-    assert places != lane.pages
-    received.bytes[places] = sent.bytes[lane.pages]
-    lane.pages = places
-    decoding = Driver(there, 12, 16)
-    decoding._free = [page for page in decoding._free if page not in places]
-    decoding.generate([lane], 40)
-    assert lane.outputs == expected[1][:40]
+    check_pages_elsewhere(drawn("deepseek_v3"), 1)
 
 
 def test_the_weights_of_the_expansion_exist_once(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from engine.paged_layers import IndexInputs
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
+from tests.engine.latent_checks import check_greedy, check_pages_elsewhere, ways_to_pack
 from tests.support.driver import Driver, open_runner
 from tests.support.reference import draw_model
 from tests.support.spoilt import Spoilt, nothing
@@ -37,31 +38,17 @@ PROMPT = [_random.randrange(256) for _ in range(70)]
 @pytest.mark.covering
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "stagger"),
-    [
-        pytest.param(1, 13, 0, id="chunks-page1"),
-        pytest.param(16, 1 << 20, 0, id="packed"),
-        pytest.param(16, 7, 9, id="mixed"),
-        pytest.param(64, 11, 5, id="mixed-page64"),
-    ],
-)
+@ways_to_pack
 def test_greedy_tokens_equal_generate(
     family: str, attention: str, page_size: int, chunk: int, stagger: int, drawn: Drawn
 ) -> None:
-    path, expected = drawn(family)
-    pages = 420 if page_size == 1 else 40
-    runner, _ = open_runner(path, page_size, pages, attention=attention)
-    driver = Driver(runner, pages, page_size, seed=page_size + chunk)
-    lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, 64, chunk, stagger)
-    assert [lane.outputs for lane in lanes] == expected
+    check_greedy(drawn(family), attention, page_size, chunk, stagger)
 
 
 def test_chunks_are_computed_in_blocks(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.backends.query_blocks.SCORES_AT_ONCE", 3000)
     path, expected = drawn("deepseek_v32")
-    runner, _ = open_runner(path, PAGE, 12)
+    runner, _ = open_runner(path, PAGE, 12, attention="torch")
     driver = Driver(runner, 12, PAGE)
     lane = driver.add(PROMPTS[2])
     driver.generate([lane], 8)
@@ -69,20 +56,7 @@ def test_chunks_are_computed_in_blocks(drawn: Drawn, monkeypatch: pytest.MonkeyP
 
 
 def test_pages_hold_all_that_another_engine_needs(drawn: Drawn) -> None:
-    """Prefilled here, decoded there, from the bytes of the prompt's pages at other places."""
-    path, expected = drawn("deepseek_v32")
-    (here, sent), (there, received) = (open_runner(path, PAGE, 12) for _ in range(2))
-    prefilling = Driver(here, 12, PAGE)
-    lane = prefilling.add(PROMPTS[2])
-    prefilling.generate([lane], 1, chunk=20)
-    places = list(range(1, len(lane.pages) + 1))
-    assert places != lane.pages
-    received.bytes[places] = sent.bytes[lane.pages]
-    lane.pages = places
-    decoding = Driver(there, 12, PAGE)
-    decoding._free = [page for page in decoding._free if page not in places]
-    decoding.generate([lane], 40)
-    assert lane.outputs == expected[2][:40]
+    check_pages_elsewhere(drawn("deepseek_v32"), 2)
 
 
 def test_a_row_ends_with_the_index_key(drawn: Drawn) -> None:
