@@ -125,7 +125,7 @@ class Silent(TransferError):
 
 
 class Gone(TransferError):
-    """The peer closed the connection, or reset it, between two frames."""
+    """The peer closed the connection, or reset it, between two frames, or before it read a whole one."""
 
 
 def bound(sock: socket.socket, silence_s: float) -> None:
@@ -141,14 +141,20 @@ def bound(sock: socket.socket, silence_s: float) -> None:
 
 
 def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) -> None:
-    """Send one frame, and descriptors with it (Unix sockets only). Raises TransferError."""
+    """Send one frame, and descriptors with it (Unix sockets only). Raises Gone or TransferError."""
     body = encode_frame(frame)
-    data = LENGTH.pack(len(body)) + body
+    send_bytes(sock, LENGTH.pack(len(body)) + body, fds)
+
+
+def send_bytes(sock: socket.socket, data: bytes | bytearray, fds: list[int] | None = None) -> None:
+    """Send a frame that is encoded, its length included. Raises Gone or TransferError."""
     try:
         if fds:
             sent = socket.send_fds(sock, [data], fds)
             data = data[sent:]
         sock.sendall(data)
+    except (BrokenPipeError, ConnectionResetError):
+        raise Gone("the peer closed the connection") from None
     except OSError as error:
         raise TransferError(f"cannot send to the peer: {error}") from None
 

@@ -8,7 +8,8 @@ While none is idle, the new one waits, at most `silence_s`.
 
 Whoever has not proven the token is a stranger and does not count among the peers. There are at most
 `_MAX_STRANGERS`, each for at most `greeting_s`; when one more comes, or descriptors run out, the oldest is
-dropped. A peer that knows the token answers within a round trip, so strangers do not keep it out.
+dropped. A peer that knows the token answers within a round trip, and what has come is read before any is
+dropped, so strangers do not keep it out.
 """
 
 from __future__ import annotations
@@ -110,11 +111,12 @@ class Listener:
 
     def _listen(self) -> None:
         while not self.closing.is_set():
-            for key, _ in self._selector.select(self._until_next_deadline()):
-                if key.fileobj is self._socket:
-                    self._accept()
-                elif key.data.sock in self._strangers:  # not dropped since select() returned
+            ready = [key for key, _ in self._selector.select(self._until_next_deadline())]
+            for key in ready:
+                if key.fileobj is not self._socket:
                     self._hear(key.data)
+            if any(key.fileobj is self._socket for key in ready):
+                self._accept()  # after all who have said something: it may drop the oldest
             now = time.monotonic()
             while self._strangers and self._oldest().deadline <= now:
                 self._drop(self._oldest(), "it said no Hello in time")

@@ -24,6 +24,7 @@ from kvtransfer.frames import (
     receive_bytes,
     receive_frame,
     receive_length,
+    send_bytes,
     send_frame,
 )
 from kvtransfer.region import HostPages
@@ -41,7 +42,8 @@ class Stream:
         self.sock = sock
 
     def send(self, frame: Frame, fds: list[int] | None = None) -> None:
-        """Send a control frame, and descriptors with it (Unix sockets only). Raises TransferError."""
+        """Send a control frame, and descriptors with it (Unix sockets only). Raises Gone or
+        TransferError."""
         send_frame(self.sock, frame, fds)
 
     def receive(self, fds: list[int] | None = None) -> Frame:
@@ -80,10 +82,7 @@ class EncryptedStream(Stream):
         data = bytearray(LENGTH.pack(size)) + bytearray(size)
         head = bytes(data[: LENGTH.size])
         self._sending.encrypt(plain, memoryview(data)[LENGTH.size :], head)
-        try:
-            self.sock.sendall(data)
-        except OSError as error:
-            raise TransferError(f"cannot send to the peer: {error}") from None
+        send_bytes(self.sock, data)
 
     def receive(self, fds: list[int] | None = None) -> Frame:
         assert fds is None, "descriptors cannot be encrypted"

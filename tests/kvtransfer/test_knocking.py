@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 
 from common.errors import TransferError
 from common.host import host_identity
-from kvtransfer import listener
+from kvtransfer import greeting, listener
 from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import Challenge, End, Hello, bound, encode_frame, proof_of, receive_frame, send_frame
 from kvtransfer.pages import PageWrite
@@ -181,6 +182,27 @@ def test_a_flood_keeps_nobody_out(backend: str) -> None:
         while room < 10 or sum(counts) < 500:
             room += 1
             write_once(receiver, room)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_peer_that_is_dropped_before_it_says_hello_knocks_again(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_MAX_STRANGERS", 1)
+    with receiving(backend, 4, 64, LONG) as (receiver, _), ExitStack() as strangers:
+        knocks = 0
+
+        def late(*said: Any) -> bytes:
+            nonlocal knocks
+            knocks += 1
+            if knocks < 4:
+                sock, _ = challenged(receiver.endpoints[0])  # when it is greeted, the peer has been dropped
+                strangers.enter_context(sock)
+            return proof_of(*said)
+
+        monkeypatch.setattr(greeting, "proof_of", late)
+        write_once(receiver, 1)
+        assert knocks == 4
 
 
 def test_a_hostile_thousand_leaves_nothing_behind() -> None:
