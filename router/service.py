@@ -244,9 +244,10 @@ class Router:
         With `resumed`, the answer is given what its client does not have yet.
         """
         dispatcher, now = self._dispatcher, time.monotonic()
-        ended = {} if resumed is None else resumed.ended()
+        ended = [] if resumed is None else resumed.ended()
         found = {} if resumed is None else resumed.found
-        running = [index for index in range(submission.choice_count) if index not in ended]
+        has_ended = {choice.index for choice in ended}
+        running = [index for index in range(submission.choice_count) if index not in has_ended]
         refusable = not found and not assignment.continues
         if refusable:
             assignment.admission.check(len(running))

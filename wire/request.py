@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -163,7 +164,8 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
 
     `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
     stop string or the stop token that ended the output, where one did and it is known. `prompt_logprobs` and
-    `pooled` are as in TokenRun.
+    `pooled` are as in TokenRun. `starts` are the places at which several tokens begin in the text that they
+    have added; one begins at 0.
     """
 
     tokens: list[int]
@@ -172,3 +174,4 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     matched: str | int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None
+    starts: Sequence[int] = ()

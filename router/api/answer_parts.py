@@ -11,7 +11,8 @@ from router.streams.generation import ChoiceCounts
 from router.text.grammars import Wanted
 from router.text.output_formats import Parsing
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part
-from wire.request import FinishReason, Grammar, OutputDelta
+from router.text.token_starts import TokenStarts
+from wire.request import Grammar, OutputDelta
 
 
 async def grammar_and_parsing(
@@ -42,13 +43,20 @@ class AnswerParts:
         """Without `parsing` all is content. `room` is the choice's."""
         self._parser = None if parsing is None else parsing.parser(room)
         self._several_calls = several_calls
+        self._starts = TokenStarts()
 
-    def take(self, text: str, finish: FinishReason | None) -> list[Part]:
-        """What the next piece of the text adds, and the end."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens are thoughts."""
+        return 0 if self._parser is None else self._starts.between(self._parser.thought_bounds)
+
+    def take(self, text: str, delta: OutputDelta) -> list[Part]:
+        """What a delta, and its text, add."""
         if self._parser is None:
             return [Content(text)] if text else []
+        self._starts.add(text, delta)
         parts = self._parser.feed(text)
-        if finish is not None:
+        if delta.finish is not None:
             parts += self._parser.end()
         return [part for part in parts if self._several_calls or not _is_further_call(part)]
 

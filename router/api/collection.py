@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from router.streams.generation import ChoiceCounts
+from router.text.token_starts import TokenStarts
 from wire.request import FinishReason, OutputDelta, TokenLogprobs
 
 
@@ -13,6 +14,7 @@ class CollectedChoice:
     """Everything one choice has said."""
 
     texts: list[str] = field(default_factory=list)
+    starts: TokenStarts = field(default_factory=TokenStarts)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
@@ -38,6 +40,7 @@ class Collection:
         """Add to a choice."""
         collected = self.choices[choice.index]
         collected.texts.append(text)
+        collected.starts.add(text, delta)
         collected.tokens += delta.tokens
         collected.logprobs += delta.logprobs or ()
         if delta.prompt_logprobs is not None:

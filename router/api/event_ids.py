@@ -21,7 +21,7 @@ class EventIds:
         there: only then the version of the model is fixed."""
         self._sign = sign
         self._head = b""
-        self._positions = [_written(*position) for position in positions]
+        self._positions = [position.write() for position in positions]
         self._only = len(positions) == 1
 
     def after(self, choice: ChoiceCounts, finished: bool) -> bytes:
@@ -30,7 +30,8 @@ class EventIds:
             self._head = b"id: " + self._sign().encode() + b":"
         if self._only and not finished:
             return b"%b%d\n" % (self._head, choice.output_tokens)
-        self._positions[choice.index] = _written(choice.output_tokens, finished)
+        position = ChoicePosition(choice.output_tokens, finished, choice.reasoning_tokens)
+        self._positions[choice.index] = position.write()
         return self._head + b".".join(self._positions) + b"\n"
 
 
@@ -44,7 +45,3 @@ class NoIds(EventIds):
 
     def after(self, choice: ChoiceCounts, finished: bool) -> bytes:  # noqa: ARG002
         return b""
-
-
-def _written(tokens: int, finished: bool) -> bytes:
-    return b"%d%b" % (tokens, b"f" if finished else b"")

@@ -12,8 +12,7 @@ took a tenth of the router's time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -62,6 +61,7 @@ class ChoiceCounts(msgspec.Struct, gc=False):
     index: int
     output_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: not computed
+    reasoning_tokens: int = 0  # of the output, at its end, where its parts are told apart
     grew_ns: int = 0  # Unix clock: when its latest tokens came; 0: none came yet
 
 
@@ -139,7 +139,9 @@ class ChoiceOutput:
             delta = replace(delta, matched=tokens[-1])
             if not self._keep_stop:
                 tokens = tokens[:-1]
+        starts = []
         for position, token in enumerate(tokens):
+            starts.append(len(text))
             piece = self._push(token)
             if self._stops is None:
                 text += piece
@@ -159,6 +161,8 @@ class ChoiceOutput:
                 break
         if finish is not None and not stopped:
             text += self._rest()
+        if len(delta.tokens) > 1:
+            delta = replace(delta, starts=starts)
         return text, delta, stopped
 
     @property
@@ -202,13 +206,15 @@ class Generation:
         answer: Answer,
         rooms: RequestRooms,
         observer: GenerationObserver,
-        known: Mapping[int, int] = MappingProxyType({}),
+        known: Sequence[ChoiceCounts] = (),
     ) -> None:
-        """`known`: the output tokens of choices that have ended already, for a client that has them."""
+        """`known`: choices that have ended already, for a client that has them."""
         self.submission = submission
         self.accepted = False  # a room of it had its turn: it may still fail, but it is not refused any more
         self.quiet = False  # the last `more` returned because nothing had come for a while
-        self.choices = [ChoiceCounts(index, known.get(index, 0)) for index in range(submission.choice_count)]
+        self.choices = [ChoiceCounts(index) for index in range(submission.choice_count)]
+        for choice in known:
+            self.choices[choice.index] = choice
         self._answer = answer
         self._rooms = rooms
         self._observer = observer

@@ -15,8 +15,9 @@ request. Where the rooms run is not in it either: rooms move between workers, th
 be on several, and workers can be asked (router/streams/claims.py).
 
 The positions are plain text and not signed, because signing each event would cost more than writing it. They
-say how many output tokens of each choice the client has, with an "f" when it has the choice's end, too. A
-client that alters them receives a part of its own answer twice, or not at all.
+say how many output tokens of each choice the client has. When it has the choice's end, too, an "f" follows,
+and how many of the tokens are reasoning, if any is: what has ended is not read again. A client that alters
+them receives a part of its own answer twice, or not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import re
 import secrets
 import struct
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -46,8 +47,9 @@ _LABEL = b"baton-resume-1"
 _CLAIMS = struct.Struct(">IQQI3s2s")
 _SIGNATURE = 16  # bytes
 _TOKEN_CHARACTERS = (_CLAIMS.size + _SIGNATURE) * 4 // 3
-_EVENT_ID = re.compile(rf"([A-Za-z0-9_-]{{{_TOKEN_CHARACTERS}}}):([0-9]{{1,8}}f?(?:\.[0-9]{{1,8}}f?)*)")
-_LONGEST = _TOKEN_CHARACTERS + MOST_CHOICES * 10
+_POSITION = "[0-9]{1,8}(?:f[0-9]{0,8})?"
+_EVENT_ID = re.compile(rf"([A-Za-z0-9_-]{{{_TOKEN_CHARACTERS}}}):({_POSITION}(?:\.{_POSITION})*)")
+_LONGEST = _TOKEN_CHARACTERS + MOST_CHOICES * 18
 
 
 class ChoicePosition(NamedTuple):
@@ -55,6 +57,19 @@ class ChoicePosition(NamedTuple):
 
     tokens: int = 0
     finished: bool = False  # it has the choice's end, too
+    reasoning_tokens: int = 0  # of a finished choice
+
+    @classmethod
+    def read(cls, written: str) -> Self:
+        """What `write` has written."""
+        tokens, finished, reasoning = written.partition("f")
+        return cls(int(tokens), bool(finished), int(reasoning or 0))
+
+    def write(self) -> bytes:
+        """As a part of an event's id."""
+        if not self.finished:
+            return b"%d" % self.tokens
+        return b"%df%b" % (self.tokens, b"%d" % self.reasoning_tokens if self.reasoning_tokens else b"")
 
 
 class Resumption(NamedTuple):
@@ -117,7 +132,7 @@ class ResumeTokens:
             raise InvalidRequest(
                 "this id has expired; without the header the request is served from its beginning", HEADER
             )
-        positions = [ChoicePosition(int(part.rstrip("f")), part[-1] == "f") for part in parts[2].split(".")]
+        positions = [ChoicePosition.read(part) for part in parts[2].split(".")]
         if len(positions) != submission.choice_count:
             raise InvalidRequest(f"this id does not name {submission.choice_count} positions", HEADER)
         return Resumption(resumed, first_room, version, positions)

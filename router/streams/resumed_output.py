@@ -22,9 +22,13 @@ class Resumed(NamedTuple):
     replay: Replay
     found: dict[int, FoundRoom]  # by number; none: the answer is computed again
 
-    def ended(self) -> dict[int, int]:
-        """The choices that the client has to their end, with their output tokens."""
-        return {index: tokens for index, (tokens, finished) in enumerate(self.positions) if finished}
+    def ended(self) -> list[ChoiceCounts]:
+        """The choices that the client has to their end."""
+        return [
+            ChoiceCounts(index, one.tokens, reasoning_tokens=one.reasoning_tokens)
+            for index, one in enumerate(self.positions)
+            if one.finished
+        ]
 
 
 class ResumedOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,11 @@ class OutputParser(Protocol):
 
     What it has said after a text does not depend on the pieces in which that text came.
     """
+
+    @property
+    def thought_bounds(self) -> Sequence[int]:
+        """Where in the text thoughts begin and end, tags included, in characters. The last may not have
+        ended."""
 
     def feed(self, text: str) -> list[Part]:
         """What the next piece of the text adds. A piece may add nothing: it may be the beginning of a

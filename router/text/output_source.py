@@ -29,12 +29,15 @@ class Source:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False  # nothing follows
+        self.taken = 0  # characters
+        self.thought_bounds: list[int] = []  # where thoughts begin and end; the last may not have ended
         self._recorded: list[str] = []
         self._records = True
 
     def take(self, count: int) -> str:
         """The next characters."""
         taken, self.text = self.text[:count], self.text[count:]
+        self.taken += len(taken)
         if self._records:
             self._recorded.append(taken)
         return taken
@@ -42,6 +45,7 @@ class Source:
     def put_back(self, taken: str) -> None:
         """What was taken last comes next."""
         self.text = taken + self.text
+        self.taken -= len(taken)
 
     def record(self, before: str = "") -> None:
         """Record what is taken from here on, behind `before`."""
@@ -67,6 +71,10 @@ class ReadingParser:
         self._source = source
         self._reading = reading
         self._hidden = hidden
+
+    @property
+    def thought_bounds(self) -> Sequence[int]:
+        return self._source.thought_bounds
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []

@@ -60,8 +60,10 @@ def read(
 ) -> Reading[None]:
     """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it. `calls`:
     with what calls begin that end it, too."""
+    begin = source.taken
     is_open = start in (ReasoningStart.OPEN, ReasoningStart.GOES_ON)
     if is_open or (start is ReasoningStart.MAY and (yield from _opens(source, tags.opening))):
+        source.thought_bounds.append(begin)
         if start is not ReasoningStart.GOES_ON:
             yield from skip_space(source)
             yield from _opens(source, tags.opening)  # some models write it once more
@@ -69,7 +71,8 @@ def read(
         _, found = yield from until(source, (tags.closing, *calls), Reasoning)
         if found in calls:
             source.put_back(found)
-        else:
+        source.thought_bounds.append(source.taken)
+        if found not in calls:
             yield from skip_space(source, "\n")
     yield from then(source)
 

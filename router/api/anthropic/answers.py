@@ -31,7 +31,7 @@ class MessageDraft:
 
     def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
         """Add one delta."""
-        parts = self._parts.take(text, delta.finish)
+        parts = self._parts.take(text, delta)
         events = list(self._blocks.add(parts, delta.finish is FinishReason.LENGTH))
         self._counts, self._finish, self._matched = counts, delta.finish, delta.matched
         return events + (list(self._blocks.close()) if delta.finish is not None else [])

@@ -23,20 +23,6 @@ from router.text.detokenize import DetokenizerFactory
 from wire.request import FinishReason, OutputDelta, TokenLogprobs
 
 
-def usage(generation: Generation) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    return _usage(generation.prompt_tokens(), generation.output_tokens(), generation.cached_tokens())
-
-
-def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 class Style:
     """What differs between chat and completions: object names and the inside of a choice."""
 
@@ -51,7 +37,9 @@ class Style:
         self._names = TokenNames(detokenizers, shown.ids_as_names)
         self.shown = shown
 
-    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
+    def choice(
+        self, counts: ChoiceCounts, collected: CollectedChoice, submission: Submission
+    ) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
 
@@ -70,14 +58,14 @@ class Style:
 
     def told(
         self,
-        index: int,
+        counts: ChoiceCounts,
         text: str,
-        finish: FinishReason | None,  # noqa: ARG002
+        delta: OutputDelta,  # noqa: ARG002
         is_first: bool,
         submission: Submission,
     ) -> str | dict[str, Any]:
-        """What a chunk says of the next piece of a choice's text."""
-        return self.opening(index, submission) + text if is_first else text
+        """What a chunk says of a delta and its text."""
+        return self.opening(counts.index, submission) + text if is_first else text
 
     def finish(self, index: int, finish: FinishReason | None) -> str | None:  # noqa: ARG002
         """Why a choice has ended, as a chunk says it."""
@@ -87,9 +75,23 @@ class Style:
         """What the text of a choice begins with, before its output."""
         return ""
 
-    def usage(self, generation: Generation) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return usage(generation)
+    def usage(self, prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:  # noqa: ARG002
+        """OpenAI's usage object, of so many tokens."""
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def whole_usage(self, generation: Generation) -> dict[str, Any]:
+        """That of a whole answer."""
+        return self.usage(
+            generation.prompt_tokens(),
+            generation.output_tokens(),
+            generation.cached_tokens(),
+            sum(choice.reasoning_tokens for choice in generation.choices),
+        )
 
     def token_ids(self, tokens: list[int]) -> dict[str, Any]:
         """The ids of an output, if they were asked for."""
@@ -101,8 +103,14 @@ class Style:
         """The log-probabilities of a chunk."""
         raise NotImplementedError
 
-    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:
-        """The client has this text, of these tokens, already."""
+    def replayed(self, counts: ChoiceCounts, text: str, delta: OutputDelta, submission: Submission) -> None:
+        """The client has this delta, and its text, already."""
+
+
+def _stop_reason(matched: str | int | None, submission: Submission) -> str | int | None:
+    """The stop string of the request that ended a choice, or the token among its stop_token_ids; None for the
+    model's own end, and where there was no room for more. It is vLLM's."""
+    return matched if isinstance(matched, str) or matched in submission.sampling.stop_token_ids else None
 
 
 def _known(scores: list[TokenLogprobs] | None, best: int | None) -> list[TokenLogprobs]:
@@ -125,17 +133,24 @@ class ChatStyle(Style):
     before = b',"delta":{"content":'
     after = b'},"logprobs":'
 
-    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
+    def choice(
+        self, counts: ChoiceCounts, collected: CollectedChoice, submission: Submission
+    ) -> dict[str, Any]:
         logprobs = None
         if self.shown.logprobs:
             logprobs = chat_logprobs(self._names, collected.tokens, collected.logprobs)
         return {
-            "index": index,
+            "index": counts.index,
             "message": {"role": "assistant", "content": collected.text, "refusal": None},
             "logprobs": logprobs,
             "finish_reason": collected.finish,
+            "stop_reason": _stop_reason(collected.matched, submission),
             **self.token_ids(collected.tokens),
         }
+
+    def usage(self, prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+        told = super().usage(prompt, completion, cached, reasoning)
+        return {**told, "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
         return {}
@@ -182,7 +197,10 @@ class CompletionStyle(Style):
         self._echoed = echoed
         self._outputs = outputs
 
-    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
+    def choice(
+        self, counts: ChoiceCounts, collected: CollectedChoice, submission: Submission
+    ) -> dict[str, Any]:
+        index = counts.index
         prompt = submission.prompts[index // submission.n]
         tokens = collected.tokens if self._outputs else []
         told: dict[str, Any] = {
@@ -192,6 +210,7 @@ class CompletionStyle(Style):
             if self.shown.logprobs
             else None,
             "finish_reason": collected.finish if self._outputs else FinishReason.LENGTH,
+            "stop_reason": _stop_reason(collected.matched, submission) if self._outputs else None,
             **self.token_ids(tokens),
             **self.prompt_ids(index, submission),
         }
@@ -213,10 +232,8 @@ class CompletionStyle(Style):
     def opening(self, index: int, submission: Submission) -> str:
         return "" if self._echoed is None else self._echoed[index // submission.n]
 
-    def usage(self, generation: Generation) -> dict[str, Any]:
-        if self._outputs:
-            return usage(generation)
-        return _usage(generation.prompt_tokens(), 0, generation.cached_tokens())
+    def usage(self, prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+        return super().usage(prompt, completion if self._outputs else 0, cached, reasoning)
 
     def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:
         prompt = submission.prompts[index // submission.n]
@@ -230,8 +247,14 @@ class CompletionStyle(Style):
     ) -> Any:
         return completion_logprobs(self._names, tokens, logprobs, self._streamed(index, submission))
 
-    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:  # noqa: ARG002
-        self._streamed(index, submission).of(tokens)
+    def replayed(
+        self,
+        counts: ChoiceCounts,
+        text: str,  # noqa: ARG002
+        delta: OutputDelta,
+        submission: Submission,
+    ) -> None:
+        self._streamed(counts.index, submission).of(delta.tokens)
 
     def _streamed(self, index: int, submission: Submission) -> TextOffsets:
         found = self._offsets.get(index)
@@ -271,12 +294,12 @@ class SseWriter(EventQueue):
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
-        event_id = self._ids.after(choice, delta.finish is not None)
         before = self._before.get(choice.index)
         is_first = before is None
         if before is None:
             before = self._first(choice.index)
-        told = self._style.told(choice.index, text, delta.finish, is_first, self._submission)
+        told = self._style.told(choice, text, delta, is_first, self._submission)
+        event_id = self._ids.after(choice, delta.finish is not None)
         if (
             self._is_plain
             and delta.finish is None
@@ -290,13 +313,14 @@ class SseWriter(EventQueue):
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """What follows is no longer the choice's first event."""
         self._first(choice.index)
-        self._style.replayed(choice.index, text, delta.tokens, self._submission)
+        self._style.replayed(choice, text, delta, self._submission)
 
     def end(self, generation: Generation) -> bytes:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
         if not self._style.shown.usage:
             return DONE
-        return self._head + b',"choices":[],"usage":' + encode_event(usage(generation)) + b"}\n\n" + DONE
+        told = encode_event(self._style.whole_usage(generation))
+        return self._head + b',"choices":[],"usage":' + told + b"}\n\n" + DONE
 
     def _first(self, index: int) -> bytes:
         start = self._head + b',"choices":[{"index":' + str(index).encode()
@@ -311,6 +335,8 @@ class SseWriter(EventQueue):
             told = style.logprobs(index, delta.tokens, delta.logprobs, self._submission)
         finish = style.finish(index, delta.finish)
         rest = style.after + encode_event(told) + b',"finish_reason":' + encode_event(finish)
+        if delta.finish is not None:
+            rest += b',"stop_reason":' + encode_event(_stop_reason(delta.matched, self._submission))
         if self._is_plain:
             return rest + self._end
         inside = style.token_ids(delta.tokens)
@@ -324,7 +350,9 @@ class SseWriter(EventQueue):
 
     def _usage_so_far(self, choice: ChoiceCounts) -> dict[str, Any]:
         prompt = self._submission.prompts[choice.index // self._submission.n]
-        return _usage(len(prompt), choice.output_tokens, choice.cached_tokens)
+        return self._style.usage(
+            len(prompt), choice.output_tokens, choice.cached_tokens, choice.reasoning_tokens
+        )
 
 
 def _further(fields: dict[str, Any]) -> bytes:

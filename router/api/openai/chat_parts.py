@@ -8,7 +8,7 @@ from typing import Any
 from router.api.collection import CollectedChoice
 from router.api.openai.answers import ChatStyle
 from router.api.openai.shown import Shown
-from router.streams.generation import Submission
+from router.streams.generation import ChoiceCounts, Submission
 from router.text.detokenize import DetokenizerFactory
 from router.text.output_formats import Parsing
 from router.text.output_parts import (
@@ -21,7 +21,8 @@ from router.text.output_parts import (
     Reasoning,
     Said,
 )
-from wire.request import FinishReason
+from router.text.token_starts import TokenStarts
+from wire.request import FinishReason, OutputDelta
 
 TOOL_CALLS = "tool_calls"
 
@@ -62,44 +63,56 @@ class PartsStyle(ChatStyle):
         self._wanted = wanted
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, set[int]] = {}  # choice -> the calls that have begun and are not broken
+        self._starts: dict[int, TokenStarts] = {}
 
     @property
     def form(self) -> str:
         return f"{super().form}+parts{self._wanted}"
 
-    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
-        parser, said = self._parser(index, submission), Said()
+    def choice(
+        self, counts: ChoiceCounts, collected: CollectedChoice, submission: Submission
+    ) -> dict[str, Any]:
+        parser, said = self._parser(counts.index, submission), Said()
         said.add(self._wanted.of(parser.feed(collected.text) + parser.end()))
-        told = super().choice(index, collected, submission)
+        counts.reasoning_tokens = collected.starts.between(parser.thought_bounds)
+        told = super().choice(counts, collected, submission)
         if said.calls and collected.finish is FinishReason.STOP:
             told["finish_reason"] = TOOL_CALLS
         return {**told, "message": self._message(said)}
 
     def told(
-        self, index: int, text: str, finish: FinishReason | None, is_first: bool, submission: Submission
+        self, counts: ChoiceCounts, text: str, delta: OutputDelta, is_first: bool, submission: Submission
     ) -> dict[str, Any]:
+        index = counts.index
         parser = self._parser(index, submission)
+        starts = self._starts[index]
+        starts.add(text, delta)
         parts = parser.feed(text)
-        if finish is not None:
+        if delta.finish is not None:
             parts += parser.end()
-        delta = self._delta(index, self._wanted.of(parts), finish)
+        if delta.finish is not None or self.shown.running_usage:
+            counts.reasoning_tokens = starts.between(parser.thought_bounds)
+        told = self._delta(index, self._wanted.of(parts), delta.finish)
         if is_first:
-            return {"role": "assistant", "content": "", **delta}
-        return delta or {"content": ""}
+            return {"role": "assistant", "content": "", **told}
+        return told or {"content": ""}
 
     def finish(self, index: int, finish: FinishReason | None) -> str | None:
         if finish is FinishReason.STOP and self._calls.get(index):
             return TOOL_CALLS
         return finish
 
-    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:  # noqa: ARG002
+    def replayed(self, counts: ChoiceCounts, text: str, delta: OutputDelta, submission: Submission) -> None:
+        index = counts.index
         parts = self._parser(index, submission).feed(text)
+        self._starts[index].add(text, delta)
         self._delta(index, self._wanted.of(parts), None)
 
     def _parser(self, index: int, submission: Submission) -> OutputParser:
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._parsing.parser(submission.first_room + index)
+            self._starts[index] = TokenStarts()
         return parser
 
     def _message(self, said: Said) -> dict[str, Any]:

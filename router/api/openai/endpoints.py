@@ -130,7 +130,10 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
             return
 
         def write() -> bytes:
-            told = (style.choice(index, one, submission) for index, one in enumerate(collection.choices))
+            told = (
+                style.choice(counts, one, submission)
+                for counts, one in zip(generation.choices, collection.choices, strict=True)
+            )
             # In parts: nothing else runs while one is encoded.
             choices = [msgspec.Raw(msgspec.json.encode(choice)) for choice in told]
             return msgspec.json.encode(
@@ -140,7 +143,7 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
                     "created": int(time.time()),
                     "model": submission.model,
                     "choices": choices,
-                    "usage": style.usage(generation),
+                    "usage": style.whole_usage(generation),
                     **style.beside_choices(submission, collection.choices[0].prompt_logprobs),
                 }
             )

@@ -66,7 +66,11 @@ def read(source: Source, calls: Calls | None, with_reasoning: bool) -> Reading[N
             yield from skip_space(source)
         is_thought = with_reasoning and _ANALYSIS.search(head) is not None
         part: Callable[[str], Part] = Reasoning if is_thought else Content
+        if is_thought:
+            source.thought_bounds.append(source.taken)
         _, found = yield from until(source, _ENDS, part)
+        if is_thought:
+            source.thought_bounds.append(source.taken)
 
 
 def _is_addressed(source: Source) -> Reading[bool]:

@@ -104,6 +104,8 @@ def test_usage_counts_reasoning(scripted: Scripted, fields: dict[str, Any]) -> N
     scripted.output = f"{thoughts}\n\nYes."
     usage = post(scripted, "/v1/chat/completions", messages=CHAT, **fields)["usage"]
     assert usage["completion_tokens"] == tokens(scripted.output) + 1  # and the end
+    told_apart = fields.get("separate_reasoning", True)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens(thoughts) if told_apart else 0}
     last = events(
         scripted, "/v1/chat/completions", messages=CHAT, stream_options={"include_usage": True}, **fields
     )[-1]
@@ -268,3 +270,23 @@ def test_an_error_of_ours_says_nothing_of_the_server(scripted: Scripted) -> None
         assert not re.search(r"0x[0-9a-f]{6}|\.py\b|Traceback|/router/|pydantic|<class", answer.text), (
             answer.text
         )
+
+
+def test_why_an_output_stopped(scripted: Scripted) -> None:
+    scripted.output = "Yes, so."
+    end = scripted._end
+    for fields, told in [
+        ({}, ("stop", None)),
+        ({"stop_token_ids": [end]}, ("stop", end)),
+        ({"stop": ["?", "so"], "stop_token_ids": [end]}, ("stop", "so")),
+        ({"stop": ["so"], "max_tokens": 1}, ("length", None)),
+    ]:
+        completion = {"prompt": "Hi", "max_tokens": 50, **fields}
+        choices = [
+            scripted.choice(**fields),
+            scripted.chunks(**fields)[-1],
+            post(scripted, "/v1/completions", **completion)["choices"][0],
+            events(scripted, "/v1/completions", **completion)[-1]["choices"][0],
+        ]
+        assert [(one["finish_reason"], one["stop_reason"]) for one in choices] == [told] * 4
+        assert all("stop_reason" not in one for one in scripted.chunks(**fields)[:-1])

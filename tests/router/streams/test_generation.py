@@ -333,7 +333,7 @@ def test_an_output_keeps_the_space_with_which_it_goes_on(tmp_path: Path, echo: b
     for answer in (collection, streamed):
         generation = Generation(submission, answer, Request(tmp_path / "model"), Request(tmp_path / "model"))
         ChoiceOutput(generation.choices[0], generation, detokenizers.make(), ()).on_tokens(delta, 0)
-    choice = style.choice(0, collection.choices[0], submission)
+    choice = style.choice(generation.choices[0], collection.choices[0], submission)
     assert choice["text"] == ("The quick brown fox" if echo else " fox")
     ends = [*choice["logprobs"]["text_offset"][1:], len(choice["text"])]
     spans = zip(choice["logprobs"]["text_offset"], ends, strict=True)

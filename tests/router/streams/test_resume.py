@@ -42,13 +42,13 @@ def refused(event_id: str, submission: Submission = ASKED, form: str = FORM, **o
     return str(caught.value)
 
 
-def event_id(positions: str = "3.12f") -> str:
+def event_id(positions: str = "3.12f5") -> str:
     return f"{tokens().sign(ASKED, FORM, VERSION, NOW)}:{positions}"
 
 
 def test_any_router_with_the_key_reads_what_another_signed() -> None:
     resumed = tokens().open(event_id(), replace(ASKED, first_room=1, request_id="other"), FORM, NOW + 99)
-    assert resumed.positions == [ChoicePosition(3), ChoicePosition(12, finished=True)]
+    assert resumed.positions == [ChoicePosition(3), ChoicePosition(12, finished=True, reasoning_tokens=5)]
     assert (resumed.first_room, resumed.version) == (ASKED.first_room, VERSION)
     assert (resumed.submission.first_room, resumed.submission.sampling) == (1, ASKED.sampling)
 
@@ -144,7 +144,7 @@ def test_what_is_no_id_at_all_is_refused() -> None:
 
 def test_the_longest_id_fits() -> None:
     many = replace(ASKED, n=MOST_CHOICES)
-    positions = [ChoicePosition(12_345_678, finished=True)] * MOST_CHOICES
-    written = ".".join("12345678f" for _ in range(MOST_CHOICES))
+    positions = [ChoicePosition(12_345_678, finished=True, reasoning_tokens=12_345_678)] * MOST_CHOICES
+    written = b".".join(one.write() for one in positions).decode()
     signed = tokens().sign(many, FORM, VERSION, NOW)
     assert tokens().open(f"{signed}:{written}", many, FORM, NOW).positions == positions

@@ -40,19 +40,16 @@ class ResponseDraft:
         self._head = _head(response_id, body, submission)
         self._prompt_tokens = len(submission.prompts[0])
         self._counts = ChoiceCounts(0)
-        self._reasoning_tokens = 0
         self._finish: FinishReason | None = None
 
     def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
         """Add one delta."""
-        parts = self._parts.take(text, delta.finish)
+        parts = self._parts.take(text, delta)
         scores = []
         if delta.logprobs is not None:
             scores = chat_logprobs(self._names, delta.tokens, delta.logprobs)["content"]
         events = list(self.output.add(parts, delta.finish is FinishReason.LENGTH, scores))
         self._counts, self._finish = counts, delta.finish
-        if self.output.is_reasoning:
-            self._reasoning_tokens = counts.output_tokens
         if delta.finish is not None:
             events += self.output.close("completed" if delta.finish is FinishReason.STOP else "incomplete")
         return events
@@ -85,7 +82,7 @@ class ResponseDraft:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._counts.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._parts.reasoning_tokens},
             "total_tokens": prompt + output,
         }
 

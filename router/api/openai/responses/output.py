@@ -49,11 +49,6 @@ class OutputItems:
         have been told of already."""
         return [item for item in self.items if item not in self._broken]
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the model has thought, and said nothing else yet."""
-        return bool(self.items) and all(item["type"] == "reasoning" for item in self.items)
-
     def add(self, parts: Iterable[Part], breaks_off: bool, scores: Sequence[Score] = ()) -> Iterator[Event]:
         """Add what follows. Take all events: an item grows with them. `breaks_off`: the output was too long,
         so a call that breaks off is an incomplete one, and no text. `scores`: the log-probabilities of the
