@@ -28,7 +28,7 @@ from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.latent_checks import check_greedy, check_pages_elsewhere, ways_to_pack
 from tests.support.driver import Driver, open_runner
-from tests.support.reference import draw_model, reference_generate
+from tests.support.reference import draw_model, reference_answers
 from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_models import make_tiny, write_tiny
 
@@ -62,7 +62,7 @@ def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> N
     prompts = [*PROMPTS, LONG]
     lanes = [driver.add(prompt) for prompt in prompts]
     driver.generate(lanes, 32, chunk=90)
-    expected = [reference_generate(tmp_path / "yarn", prompt, 32) for prompt in prompts]
+    expected = reference_answers(tmp_path / "yarn", prompts, 32)
     assert min(margin for _, margin in expected) > 1e-4
     assert [lane.outputs for lane in lanes] == [tokens for tokens, _ in expected]
 

@@ -13,7 +13,7 @@ from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES
 from kvcache.tiers.loads import MoveCounts
 from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.oracle import EVERY, covering
-from tests.support.reference import reference_generate
+from tests.support.reference import reference_answers
 from tests.support.tiny_models import make_tiny
 from wire.messages.transfer import KVTarget
 from worker.loop import Worker
@@ -174,8 +174,8 @@ def test_the_oracle_with_every_prefix_from_the_host(
     prompts = [[token % 250 for token in prompt_of(seed, 48)] for seed in range(CONVERSATIONS)]
     with pair(**options) as both:
         asked = converse(both, prompts, split, policy)
-        for room, prompt in asked:
-            expected, margin = reference_generate(path, prompt, NEW_TOKENS)
+        answers = reference_answers(path, [prompt for _, prompt in asked], NEW_TOKENS)
+        for (room, _), (expected, margin) in zip(asked, answers, strict=True):
             assert both.outputs[room].tokens == expected, f"room {room}, margin {margin}"
         assert counts(both.decode).loads > 0
         settled(both)

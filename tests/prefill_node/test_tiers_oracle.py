@@ -103,7 +103,7 @@ def test_quantised_and_sampled_answers_are_the_same_as_without_tiers(
     )
     plain = {**options, "hicache_ratio": 0.0, "hicache_storage_backend": "", "prefix_cache": "none"}
     with served(plain, split=False, temperature=temperature) as without:
-        rounds = converse(without.answer)
+        rounds = converse(lambda prompts: [without.answer(prompt) for prompt in prompts])
     with served(options, split, ask_times(write), temperature) as before:
         before.check(rounds[:RESTART])
         assert before.evicted() > 0

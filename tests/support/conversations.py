@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvcache.tiers.tiers import Tiers
 from tests.support.hand_off import Output, Pair, held, pair, prompt_of
-from tests.support.reference import MIN_MARGIN, REDRAWN, reference_generate
+from tests.support.reference import MIN_MARGIN, REDRAWN, reference_answers
 from tests.support.tiny_models import make_tiny
 from wire.request import NO_MARKS, PromptMarks
 from worker.loop import Worker
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     answer: list[int]
 
 
-Answers = Callable[[list[int]], list[int]]
+Answers = Callable[[list[list[int]]], list[list[int]]]
 
 
 class Speaker(NamedTuple):
@@ -57,7 +57,7 @@ def converse(answers: Answers, conversations: int = CONVERSATIONS, common: int =
             [*before.prompt, *before.answer, *_tokens(100 * number + i, MORE_TOKENS)]
             for i, before in enumerate(rounds[-1] if rounds else ())
         ] or [[*beginning, *_tokens(i, FIRST_TOKENS - common)] for i in range(conversations)]
-        rounds.append([Turn(prompt, answers(prompt)) for prompt in prompts])
+        rounds.append([Turn(*pair) for pair in zip(prompts, answers(prompts), strict=True)])
     return rounds
 
 
@@ -74,10 +74,12 @@ def known_conversations(
         path = make_tiny(family, directory, candidate)
         margins: list[float] = []
 
-        def answer(prompt: list[int], path: Path = path, margins: list[float] = margins) -> list[int]:
-            tokens, margin = reference_generate(path, prompt, NEW_TOKENS)
-            margins.append(margin)
-            return tokens
+        def answer(
+            prompts: list[list[int]], path: Path = path, margins: list[float] = margins
+        ) -> list[list[int]]:
+            answers = reference_answers(path, prompts, NEW_TOKENS)
+            margins += [answer.margin for answer in answers]
+            return [answer.tokens for answer in answers]
 
         rounds = converse(answer, conversations, common)
         if min(margins) >= MIN_MARGIN:

@@ -103,7 +103,7 @@ def whole_model(family: str) -> Any:
 
 def generated(model: Any) -> tuple[list[int], float]:
     """(TOKENS greedy tokens after PROMPT, smallest margin of a step; 0 if few tokens differ)"""
-    tokens, margin = greedy(model.eval(), PROMPT, TOKENS)
+    [(tokens, margin)] = greedy(model.eval(), [PROMPT], TOKENS)
     return list(tokens), margin if len(set(tokens)) > 4 else 0.0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,28 +37,36 @@ def reference_model(path: Path, stamp: int) -> Any:
     return model.eval()
 
 
-@functools.lru_cache(maxsize=512)
-def _generate(path: Path, stamp: int, prompt: tuple[int, ...], n: int) -> tuple[tuple[int, ...], float]:
-    return greedy(reference_model(path, stamp), prompt, n)
+class Answer(NamedTuple):
+    """Greedy tokens, and the smallest margin of a step."""
+
+    tokens: list[int]
+    margin: float
 
 
-def greedy(model: Any, prompt: Sequence[int], n: int) -> tuple[tuple[int, ...], float]:
-    """(n greedy tokens of a transformers model after a prompt, smallest margin of a step)"""
-    ids = torch.tensor([list(prompt)])
+def greedy(model: Any, prompts: Sequence[Sequence[int]], n: int) -> list[Answer]:
+    """n greedy tokens of a transformers model after each prompt. The prompts are one batch, filled up on
+    their left."""
+    width = max(map(len, prompts))
+    filled = [width - len(prompt) for prompt in prompts]
     with index_margins(model) as chosen:
         out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            torch.tensor([[0] * more + [*prompt] for more, prompt in zip(filled, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * more + [1] * (width - more) for more in filled]),
             max_new_tokens=n,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
         )
-    logits = torch.cat(out.logits).float()
+    logits = torch.stack(out.logits, 1).float()
     best = logits.topk(2, dim=-1).values / logits.std(dim=-1, keepdim=True)
-    tokens = tuple(out.sequences[0, len(prompt) :].tolist())
-    assert len(tokens) == n
-    return tokens, min(float((best[:, 0] - best[:, 1]).min()), *chosen, 1.0)
+    margins = (best[..., 0] - best[..., 1]).amin(-1)
+    answers = out.sequences[:, width:]
+    assert answers.shape == (len(prompts), n)
+    return [
+        Answer(tokens, min(margin, *chosen, 1.0))
+        for tokens, margin in zip(answers.tolist(), margins.tolist(), strict=True)
+    ]
 
 
 @contextmanager
@@ -88,11 +97,40 @@ def index_margins(model: Any) -> Iterator[list[float]]:
         torch.Tensor.topk = topk  # type: ignore[method-assign]
 
 
-def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int], float]:
-    """(n greedy tokens after `prompt_ids`, smallest margin of a step). Cached by content and prompt."""
+_NOT_FILLED_UP = ("lfm2", "lfm2_moe", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa")
+"""What fills a prompt up changes the states of these models, or what the margins of an indexer are of. Only
+neighbours of one length are a batch."""
+
+_answers: dict[tuple[Path, int, tuple[int, ...], int], Answer] = {}
+_MOST_ANSWERS = 512
+
+
+def reference_answers(path: Path, prompts: Sequence[Sequence[int]], n: int) -> list[Answer]:
+    """n greedy tokens after each prompt. Cached by content and prompt.
+
+    A batch takes transformers about as long as one prompt. The order of its sums differs, which MIN_MARGIN
+    allows for.
+    """
     stamp = (path / "model.safetensors").stat().st_mtime_ns
-    tokens, margin = _generate(path, stamp, tuple(prompt_ids), n)
-    return list(tokens), margin
+    keys = [(path, stamp, tuple(prompt), n) for prompt in prompts]
+    missing = [key for key in dict.fromkeys(keys) if key not in _answers]
+    if missing:
+        model = reference_model(path, stamp)
+        fills_up = model.config.model_type not in _NOT_FILLED_UP
+        for _, same in groupby(missing, lambda key: 0 if fills_up else len(key[2])):
+            batch = list(same)
+            found = greedy(model, [prompt for _, _, prompt, _ in batch], n)
+            _answers.update(zip(batch, found, strict=True))
+    answers = [_answers[key] for key in keys]
+    for key in list(_answers)[:-_MOST_ANSWERS]:
+        del _answers[key]
+    return answers
+
+
+def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> Answer:
+    """n greedy tokens after `prompt_ids`. Cached by content and prompt."""
+    (answer,) = reference_answers(path, [prompt_ids], n)
+    return answer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,14 +162,15 @@ def draw_model(
     lengths = [n] * len(prompts) if isinstance(n, int) else n
     for candidate in range(seed, seed + 50):
         path = make_tiny(family, directory, candidate)
-        answers: list[list[int]] = []
-        for prompt, length in zip(prompts, lengths, strict=True):
-            tokens, margin = reference_generate(path, prompt, length)
-            if margin < MIN_MARGIN or len(set(tokens)) < length // 4:
-                why = "margin" if margin < MIN_MARGIN else "too few distinct tokens"
-                REDRAWN.append(f"{family}: seed {candidate} redrawn ({why})")
-                break
-            answers.append(tokens)
+        found: dict[int, Answer] = {}
+        for length in set(lengths):
+            asked = [i for i, one in enumerate(lengths) if one == length]
+            answers = reference_answers(path, [prompts[i] for i in asked], length)
+            found.update(zip(asked, answers, strict=True))
+        if min(answer.margin for answer in found.values()) < MIN_MARGIN:
+            REDRAWN.append(f"{family}: seed {candidate} redrawn (margin)")
+        elif any(len(set(answer.tokens)) < lengths[i] // 4 for i, answer in found.items()):
+            REDRAWN.append(f"{family}: seed {candidate} redrawn (too few distinct tokens)")
         else:
-            return path, answers
+            return path, [found[i].tokens for i in range(len(prompts))]
     raise AssertionError(f"no clear {family} model in 50 seeds")

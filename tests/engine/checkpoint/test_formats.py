@@ -23,7 +23,7 @@ from engine.loader import load_model
 from tests.engine.conftest import PROMPTS
 from tests.support.hand_off import pair
 from tests.support.quantised_checkpoints import FORMATS, pack, packed, scaled, write
-from tests.support.reference import MIN_MARGIN, reference_generate
+from tests.support.reference import MIN_MARGIN, reference_answers
 
 CASES = [
     ("deepseek_v3", "fp8"),
@@ -92,7 +92,7 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
     """Colocated, with prefill and decode apart, in chunks, and from the cache."""
     for seed in range(30):
         stored, exact = write(family, directory, seed, form)
-        answers = [reference_generate(exact, prompt, ANSWER) for prompt in PROMPTS]
+        answers = reference_answers(exact, PROMPTS, ANSWER)
         if min(margin for _, margin in answers) >= MIN_MARGIN:
             break
     expected = [tokens for tokens, _ in answers]

@@ -36,7 +36,7 @@ from tests.support.driver import Driver, pools_of
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_layers, flashinfer_module
 from tests.support.rank_rig import spread_pool
-from tests.support.reference import reference_generate
+from tests.support.reference import reference_answers
 from tests.support.thread_ranks import ThreadRanks, two_groups
 from tests.support.tiny_configs import FAMILIES
 from tests.support.tiny_models import make_tiny
@@ -80,7 +80,7 @@ def check_recorded(runner: ModelRunner, path: Path) -> EagerRecorder:
     lanes = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
     runner.close()
-    expected = [reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS]
+    expected = [answer.tokens for answer in reference_answers(path, PROMPTS, OUTPUTS)]
     assert [lane.outputs for lane in lanes] == expected
     return recorder
 

@@ -18,7 +18,7 @@ from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS
 from tests.support.driver import Driver, pools_of
 from tests.support.flashinfer_stand_in import flashinfer_module
-from tests.support.reference import reference_generate
+from tests.support.reference import reference_answers
 from tests.support.tiny_models import make_tiny
 
 REPLACED = {
@@ -58,7 +58,7 @@ def test_tokens_in_float32_equal_generate(family: str, tmp_path: Path) -> None:
     lanes = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(lanes, OUTPUTS, chunk=30, stagger=4)
     runner.close()
-    want = [reference_generate(path, prompt, OUTPUTS)[0] for prompt in PROMPTS]
+    want = [answer.tokens for answer in reference_answers(path, PROMPTS, OUTPUTS)]
     assert [lane.outputs for lane in lanes] == want
 
 
