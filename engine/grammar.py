@@ -214,6 +214,13 @@ def _step_back() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+def keep_only(row: npt.NDArray[np.int32], token: int) -> None:
+    """Only this token may be sampled, if it may be."""
+    if _has(row, token):
+        row[:] = 0
+        row.view(np.uint32)[token // _WORD_BITS] = np.uint32(1 << token % _WORD_BITS)
+
+
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 

@@ -130,7 +130,7 @@ class ModelRunner:
     def _is_brief(self, batch: ForwardBatch) -> bool:
         """Whether the host has little to issue: a replay, and sampling that waits for no earlier token."""
         replays = self._graphs is not None and self._graphs.computes(batch)
-        return replays and not any(state.grammar is not None for state in batch.sampling.states)
+        return replays and not any(state.is_masked for state in batch.sampling.states)
 
     def issue(self, batch: ForwardBatch) -> Read:
         """Put the forward on the device. Nothing waits for the device."""

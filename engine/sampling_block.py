@@ -53,8 +53,8 @@ class SamplingBlock:
             self._steps.append(_only_allowed(states, to_device))
         if any(state.banned for state in states):
             self._steps.append(_bans(states, to_device))
-        if any(state.grammar is not None for state in states):
-            self._steps.append(_grammars(states, masks, to_device))
+        if any(state.is_masked for state in states):
+            self._steps.append(_masks(states, masks, to_device))
         params = [state.params for state in states]
         self._draws = any(each.temperature for each in params)
         temperatures = [
@@ -137,7 +137,7 @@ def _bans(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
     return ban
 
 
-def _grammars(states: Sequence[SamplingState], masks: TokenMasks, to_device: ToDevice) -> Step:
+def _masks(states: Sequence[SamplingState], masks: TokenMasks, to_device: ToDevice) -> Step:
     """What a byte of bits adds to the scores of its eight tokens comes from a table. On the CPU that takes a
     seventh of the time of masked_fill_ with the bits unpacked."""
     slots = to_device(masks.slots(states))

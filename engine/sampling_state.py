@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from engine.grammar import GrammarState
 from engine.noise import stream_key
+from engine.thoughts import ThoughtState
 from wire.request import SamplingParams
 
 
@@ -25,11 +26,13 @@ class SamplingState:
         "banned",
         "ends",
         "grammar",
+        "is_masked",
         "is_penalised",
         "outputs",
         "params",
         "prompt_ids",
         "stream",
+        "thoughts",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +52,8 @@ class SamplingState:
         ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
         self.ends = frozenset(ends)  # the request stops with one of them
         self.grammar = grammar
+        self.thoughts = None if params.thoughts is None else ThoughtState(params.thoughts)
+        self.is_masked = grammar is not None or self.thoughts is not None  # by the tokens before
         # A grammar lets an end-of-sequence token pass only where the output may end, or must.
         self._final = frozenset(eos_token_ids if grammar is not None else ())
         # Before `min_tokens` outputs they are not sampled. A grammar bans them itself.
@@ -62,7 +67,7 @@ class SamplingState:
         """Whether every next token is the argmax of the raw logits."""
         params = self.params
         asked = params.logit_bias or params.allowed_token_ids
-        changed = asked or self.is_penalised or self.banned or self.grammar is not None
+        changed = asked or self.is_penalised or self.banned or self.is_masked
         return params.temperature == 0 and not changed
 
     @property

@@ -1,4 +1,4 @@
-"""TokenMasks: which tokens the grammars of a batch's sequences allow next."""
+"""TokenMasks: which tokens the grammars of a batch's sequences allow next, and limits of their thoughts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from engine.completion import Completion
 from engine.device_copies import FetchedTensor
 from engine.errors import NothingAllowed
-from engine.grammar import mask_words
+from engine.grammar import keep_only, mask_words
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice
 
@@ -20,7 +20,7 @@ _ALL = 0  # the slot in which every token is allowed
 
 
 class TokenMasks:
-    """A slot of bits [vocab] for each sequence of the batch that has a grammar, filled anew in every step.
+    """A slot of bits [vocab] for each sequence of the batch that is masked, filled anew in every step.
 
     A step is launched before the host knows the tokens of the one before. Those were copied to the host
     without waiting for them, and are read here after this step's forward is queued: the device computes it
@@ -35,19 +35,19 @@ class TokenMasks:
         self._rows = np.full((1, self._words), -1, dtype=np.int32)
         self._order: list[SamplingState] = []
         self._places: list[int] = []  # of `_order` in the batch
-        self._newest: _Sampled | None = None  # what the last step sampled in sequences with grammars
-        self.bits = torch.empty(0, dtype=torch.uint8)  # [1 + sequences with grammars, 4 * words]
+        self._newest: _Sampled | None = None  # what the last step sampled in masked sequences
+        self.bits = torch.empty(0, dtype=torch.uint8)  # [1 + masked sequences, 4 * words]
         self.refusals: dict[int, str] = {}  # place in the batch -> why no token may be sampled there
 
     def join(self, states: Sequence[SamplingState]) -> None:
         """These sequences are sampled from now on."""
-        self._places = [i for i, state in enumerate(states) if state.grammar is not None]
+        self._places = [i for i, state in enumerate(states) if state.is_masked]
         self._order = [states[i] for i in self._places]
         if len(self._rows) <= len(self._order):
             self._rows = np.full((2 * len(self._order) + 1, self._words), -1, dtype=np.int32)
 
     def slots(self, states: Sequence[SamplingState]) -> npt.NDArray[np.int64]:
-        """int64 [n]: the slots of sequences of the batch; of those without a grammar one that allows all."""
+        """int64 [n]: the slots of sequences of the batch; of those without a mask one that allows all."""
         slot_of = {state: slot for slot, state in enumerate(self._order, start=1)}
         return np.array([slot_of.get(state, _ALL) for state in states], dtype=np.int64)
 
@@ -73,17 +73,26 @@ class TokenMasks:
 
     def _fill(self, state: SamplingState, position: int, row: npt.NDArray[np.int32]) -> str:
         """Fill a sequence's row. Returns why it cannot be."""
-        grammar, outputs = state.grammar, state.outputs
-        assert grammar is not None
+        grammar, thoughts, outputs = state.grammar, state.thoughts, state.outputs
+        row[:] = -1
         try:
             newest = None
-            if len(outputs) < position and self._newest is not None:
-                newest = self._newest.token(state, position - 1)
-            grammar.follow(outputs, position, newest)
-            grammar.fill(row)
+            if grammar is not None or (thoughts is not None and thoughts.needs(position)):
+                newest = self._token_before(state, position)
+            if grammar is not None:
+                grammar.follow(outputs, position, newest)
+                grammar.fill(row)
+            if thoughts is not None and (token := thoughts.forced(outputs, position, newest)) is not None:
+                keep_only(row, token)
         except NothingAllowed as error:
             return str(error)
         return ""
+
+    def _token_before(self, state: SamplingState, position: int) -> int | None:
+        """What was sampled before this position, if its result has not been taken yet."""
+        if len(state.outputs) >= position or self._newest is None:
+            return None
+        return self._newest.token(state, position - 1)
 
 
 class _Sampled:

@@ -16,10 +16,11 @@ from router.text.long_texts import LONG, LongTexts
 from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
 from router.text.output_grammars import CallsWanted
 from router.text.public_prefixes import PublicPrefixes
+from router.text.reasoning import ReasoningStart
 from router.text.sampling_defaults import SamplingDefaults, read_defaults
 from router.text.tokenization import Tokenization
 from router.text.tool_formats.calls import Schemas
-from wire.request import GrammarKind
+from wire.request import GrammarKind, ThoughtLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,27 @@ class Model:
         if wanted is not None and not (calls is not None and calls.required):
             return wanted._replace(around=around, parts=parts)
         return Wanted("tools", GrammarKind.LARK, around, is_ours=True, parts=parts) if around else None
+
+    def thought_limit(
+        self, prompt: list[int], tokens: int, most: int, continued: str = ""
+    ) -> ThoughtLimit | None:
+        """Lets the outputs of a chat's prompt, of at most `most` tokens, think for so many of them. None if
+        they have no thoughts, or end before. Raises InvalidRequest if it is not known how thoughts end."""
+        tags = self.formats.thought_tags
+        if tags is None:
+            raise InvalidRequest(
+                "how this model's thoughts end is not known: name a reasoning_parser", "thinking_token_budget"
+            )
+        start = tags.start(self._end(prompt, continued), continued)
+        closing = self._tag_ids(tags.closing)
+        if start is ReasoningStart.NEVER or tokens + len(closing) >= most:
+            return None
+        opening = self._tag_ids(tags.opening) if start is ReasoningStart.MAY else ()
+        return ThoughtLimit(tokens, closing, opening)
+
+    def _tag_ids(self, tag: str) -> tuple[int, ...]:
+        token = self.formats.added_id(tag)
+        return tuple(self.tokenization.encode(tag, False)) if token is None else (token,)
 
     def _end(self, prompt: list[int], continued: str) -> str:
         """The text of PROMPT_END tokens before the continued text, whose tokens have a byte at least, and of

@@ -162,7 +162,7 @@ class Req:
         known = len(prompt) + len(request.forced)
         if known >= limits.max_context_tokens:
             raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")
-        sampling = request.sampling
+        sampling, limit = request.sampling, request.sampling.thoughts
         check_sampling(sampling)
         # All of these ids index arrays of the whole batch: one bad id would fail every request in it.
         for name, given in (
@@ -171,6 +171,7 @@ class Req:
             ("logit_bias", list(sampling.logit_bias)),
             ("stop_token_ids", sampling.stop_token_ids),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("thoughts", () if limit is None else (*limit.closing, *limit.opening)),
         ):
             ids = np.asarray(given)
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocab_size:

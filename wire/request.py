@@ -37,6 +37,17 @@ class Pooling(StrEnum):
     MEAN = "mean"
 
 
+class ThoughtLimit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Thoughts end after so many tokens: the tokens `closing` follow, unless they have ended before.
+
+    They begin with the output, or behind the tokens `opening`, if the output begins with these.
+    """
+
+    tokens: Natural
+    closing: tuple[Natural, ...]
+    opening: tuple[Natural, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Stop strings are the router's: workers never see text."""
 
@@ -58,6 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: Natural | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None
     pooling: Pooling | None = None  # None: no vector of the prompt is told
+    thoughts: ThoughtLimit | None = None  # None: the model ends its thoughts
 
 
 class PromptMarks(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -25,6 +25,8 @@ PENALTY = ParamRange(-2.0, 2.0)  # presence_penalty and frequency_penalty, as in
 REPETITION_PENALTY = ParamRange(0.01, 100.0)  # logits are multiplied or divided by it
 LOGIT_BIAS = ParamRange(-100.0, 100.0)  # as in OpenAI's API
 MOST_TOP_LOGPROBS = 20
+MOST_TAG_TOKENS = 64
+"""Of a tag around thoughts."""
 
 _RANGES: dict[str, ParamRange] = {
     "temperature": TEMPERATURE,
@@ -46,6 +48,10 @@ def check_sampling(params: SamplingParams) -> None:
         _check(name, getattr(params, name), allowed)
     for bias in params.logit_bias.values():
         _check("logit_bias", bias, LOGIT_BIAS)
+    if params.thoughts is not None:
+        _check("thoughts.tokens", params.thoughts.tokens, ParamRange(0, 2**31 - 1))
+        _check("thoughts.closing", len(params.thoughts.closing), ParamRange(1, MOST_TAG_TOKENS))
+        _check("thoughts.opening", len(params.thoughts.opening), ParamRange(0, MOST_TAG_TOKENS))
     for name in ("top_logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None:

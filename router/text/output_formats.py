@@ -202,6 +202,15 @@ class OutputFormats:
         self._tokens = tokens
         self._special = special
 
+    def added_id(self, text: str) -> int | None:
+        """The added token with this text, if there is one."""
+        return self._tokens.get(text)
+
+    @property
+    def thought_tags(self) -> ReasoningTags | None:
+        """What thoughts begin and end with. Those in channels are messages of their own, with other ends."""
+        return None if self.channels else self.reasoning
+
     def parsing(
         self,
         prompt_end: str,

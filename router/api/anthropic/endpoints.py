@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from router.api.answer_parts import AnswerParts, UnstreamedDraft, grammar_and_parsing
 from router.api.answering import generating, make_submission, stream
 from router.api.anthropic.answers import MessageDraft, MessageEvents
@@ -28,6 +30,10 @@ async def messages(router: Router, request: HttpRequest) -> None:
     )
     cut, params = length < body.max_tokens, body.sampling_fields()
     sampling = params.sampling(length, None, model, grammar)
+    budget = None if body.thinking is None else body.thinking.budget
+    if budget is not None and model.formats.thought_tags is not None:
+        thoughts = model.thought_limit(prompt, budget, length, chat.continued)
+        sampling = replace(sampling, thoughts=thoughts)
     submission = await make_submission(
         router, model, request, body, params, [prompt], sampling, "", not cut, chat.opening, parsing
     )

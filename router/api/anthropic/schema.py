@@ -38,6 +38,11 @@ class Thinking(BaseModel):
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized"] | None = None
 
+    @property
+    def budget(self) -> int | None:
+        """After how many tokens thoughts end; None: when the model ends them."""
+        return self.budget_tokens if self.type == "enabled" else None
+
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template is given. Adaptive: as the template does by itself."""
         if self.type == "adaptive":
@@ -72,7 +77,8 @@ class MessagesChat(BaseModel):
     messages: Messages
     system: Text | Texts = ""
     thinking: Thinking | None = Field(
-        None, description="default: as the chat template does by itself; budget_tokens is no limit"
+        None,
+        description="default: as the chat template does by itself; budget_tokens limits tagged thoughts",
     )
     output_config: OutputConfig | None = None
     cache_control: Any = Field(None, description="changes nothing: caching is automatic")

@@ -37,7 +37,10 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     calls = body.calls_wanted(tools, wanted is not None)
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, chat.continued))
     sampling = body.sampling(length, top, model, grammar)
-    sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
+    thoughts = None
+    if (budget := body.thinking_token_budget) is not None and budget >= 0:
+        thoughts = model.thought_limit(prompt, budget, length, chat.continued)
+    sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs, thoughts=thoughts)
     schemas = None if tools is None else tool_schemas(tools)
     parsing = model.parsing(
         prompt, schemas, body.separate_reasoning, not body.skip_special_tokens, body.are_required,

@@ -123,6 +123,9 @@ class ChatBody(OpenAIBody, ToolFields, ChatFields):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     include_reasoning: bool = Field(True, description="false: the answer leaves it out")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, lt=2**31, description="thoughts end after so many tokens; -1: when the model ends them"
+    )
     separate_reasoning: bool = Field(True, description="false: it is part of the content")
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from tests.router.api.test_tools import ARGUMENTS, CHAT, OUTPUT, TOOLS, Scripted
 from tests.support.sse import sse_events
 from wire.codec import unpack_tokens
 from wire.messages.rooms import Decode
-from wire.request import GrammarKind, SamplingParams
+from wire.request import GrammarKind, SamplingParams, ThoughtLimit
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -290,3 +290,37 @@ def test_why_an_output_stopped(scripted: Scripted) -> None:
         ]
         assert [(one["finish_reason"], one["stop_reason"]) for one in choices] == [told] * 4
         assert all("stop_reason" not in one for one in scripted.chunks(**fields)[:-1])
+
+
+def limit_of(scripted: Scripted, path: str = "/v1/chat/completions", **fields: Any) -> ThoughtLimit | None:
+    scripted.output = "Yes."
+    post(scripted, path, **{"messages": CHAT, "max_tokens": 50, **fields})
+    return sampling(scripted).thoughts
+
+
+def test_how_long_a_model_may_think(scripted: Scripted) -> None:
+    tags = scripted._tokenization.added_ids()
+    opening, closing = (tags[tag] for tag in ("<think>", "</think>"))
+    said: dict[str, Any] = {"thinking_token_budget": 7}
+    assert limit_of(scripted, **said) == ThoughtLimit(7, (closing,), (opening,))
+    opened = [*CHAT, {"role": "assistant", "content": "<think>\nHm"}]
+    going_on = {"messages": opened, "continue_final_message": True}
+    assert limit_of(scripted, **said, **going_on) == ThoughtLimit(7, (closing,))
+    closed = [*CHAT, {"role": "assistant", "content": "<think>\nHm</think> Y"}]
+    assert limit_of(scripted, **said, messages=closed, continue_final_message=True) is None
+    assert limit_of(scripted, thinking_token_budget=0) == ThoughtLimit(0, (closing,), (opening,))
+    for nothing in ({}, {"thinking_token_budget": -1}, {"thinking_token_budget": 49}):
+        assert limit_of(scripted, **nothing) is None
+    message = {"path": "/v1/messages", "max_tokens": 50}
+    budget = {"type": "enabled", "budget_tokens": 9}
+    assert limit_of(scripted, **message, thinking=budget) == ThoughtLimit(9, (closing,), (opening,))
+    assert limit_of(scripted, **message, thinking={**budget, "type": "disabled"}) is None
+    assert limit_of(scripted, **message) is None
+
+
+def test_a_limit_needs_tags(scripted: Scripted) -> None:
+    answer = scripted.post(thinking_token_budget=-2)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+    completion = {"prompt": "a", "thinking_token_budget": 5}
+    answer = scripted.router.http.post("/v1/completions", json=completion)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")

@@ -105,7 +105,7 @@ def test_numbers_have_bounds(router: RouterProcess, path: str) -> None:
         ("max_tokens", (-1, "x")),
         ("min_tokens", (-1, 3)),
         ("stop_token_ids", (["x"], [1.5], [-1])),
-        ("thinking_token_budget", (-2, 10, "x")),
+        ("thinking_token_budget", (-2, "x")),
         ("top_p", (0, -0.1, 1.1)),
         ("min_p", (-0.1, 1.1)),
         ("top_k", (-2, 1.5)),
