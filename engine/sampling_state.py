@@ -53,7 +53,7 @@ class SamplingState:
         self.ends = frozenset(ends)  # the request stops with one of them
         self.grammar = grammar
         self.thoughts = None if params.thoughts is None else ThoughtState(params.thoughts)
-        self.is_masked = grammar is not None or self.thoughts is not None  # by the tokens before
+        self.is_masked = grammar is not None or self.thoughts is not None  # at some position
         # A grammar lets an end-of-sequence token pass only where the output may end, or must.
         self._final = frozenset(eos_token_ids if grammar is not None else ())
         # Before `min_tokens` outputs they are not sampled. A grammar bans them itself.
@@ -74,6 +74,12 @@ class SamplingState:
     def is_ready(self) -> bool:
         """Whether it can be sampled without waiting for its grammar."""
         return self.grammar is None or self.grammar.is_compiled
+
+    def is_masked_at(self, position: int) -> bool:
+        """Whether what may be sampled at this output position depends on the tokens before it."""
+        if self.grammar is not None:
+            return True
+        return self.thoughts is not None and self.thoughts.needs(position)
 
     def is_last(self, token: int, position: int) -> bool:
         """Whether `token`, the output at `position`, ends the sequence."""

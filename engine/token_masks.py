@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ _ALL = 0  # the slot in which every token is allowed
 
 
 class TokenMasks:
-    """A slot of bits [vocab] for each sequence of the batch that is masked, filled anew in every step.
+    """A slot of bits [vocab] for each sequence of the batch that is masked, filled in every step in which it
+    depends on the tokens before; else it allows all.
 
     A step is launched before the host knows the tokens of the one before. Those were copied to the host
     without waiting for them, and are read here after this step's forward is queued: the device computes it
@@ -35,6 +36,7 @@ class TokenMasks:
         self._rows = np.full((1, self._words), -1, dtype=np.int32)
         self._order: list[SamplingState] = []
         self._places: list[int] = []  # of `_order` in the batch
+        self._filled: set[int] = set()  # the slots in which not every token may be allowed
         self._newest: _Sampled | None = None  # what the last step sampled in masked sequences
         self.bits = torch.empty(0, dtype=torch.uint8)  # [1 + masked sequences, 4 * words]
         self.refusals: dict[int, str] = {}  # place in the batch -> why no token may be sampled there
@@ -43,8 +45,12 @@ class TokenMasks:
         """These sequences are sampled from now on."""
         self._places = [i for i, state in enumerate(states) if state.is_masked]
         self._order = [states[i] for i in self._places]
+        self._free(self._filled)
+        self._filled = set()
         if len(self._rows) <= len(self._order):
             self._rows = np.full((2 * len(self._order) + 1, self._words), -1, dtype=np.int32)
+        if self._order:
+            self._upload()
 
     def slots(self, states: Sequence[SamplingState]) -> npt.NDArray[np.int64]:
         """int64 [n]: the slots of sequences of the batch; of those without a mask one that allows all."""
@@ -56,29 +62,45 @@ class TokenMasks:
         self.refusals = {}
         if not self._order:
             return
+        masked = set()
         for slot, (place, state) in enumerate(zip(self._places, self._order, strict=True), start=1):
-            why = self._fill(state, int(positions[place]), self._rows[slot])
+            position = int(positions[place])
+            if not state.is_masked_at(position):
+                continue
+            masked.add(slot)
+            why = self._fill(state, position, self._rows[slot])
             if why:
-                self._rows[slot] = -1  # some token is sampled, and not used
+                self._free([slot])  # some token is sampled, and not used
                 self.refusals[place] = why
-        used = self._rows[: len(self._order) + 1].view(np.uint8)
-        self.bits = self._to_device(used)
+        self._free(self._filled - masked)
+        if masked or self._filled:
+            self._upload()
+        self._filled = masked
 
     def add(self, tokens: torch.Tensor, positions: npt.NDArray[np.int64]) -> None:
         """The batch's sequences sample these tokens, int64 [N], at these positions [N]."""
         self._newest = None
-        if self._order:
-            places = {state: place for place, state in zip(self._places, self._order, strict=True)}
+        places = {
+            state: place
+            for place, state in zip(self._places, self._order, strict=True)
+            if state.is_masked_at(int(positions[place]) + 1)
+        }
+        if places:
             self._newest = _Sampled(places, positions, FetchedTensor(tokens), self._completion())
+
+    def _upload(self) -> None:
+        self.bits = self._to_device(self._rows[: len(self._order) + 1].view(np.uint8))
+
+    def _free(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._rows[slot] = -1
 
     def _fill(self, state: SamplingState, position: int, row: npt.NDArray[np.int32]) -> str:
         """Fill a sequence's row. Returns why it cannot be."""
         grammar, thoughts, outputs = state.grammar, state.thoughts, state.outputs
         row[:] = -1
         try:
-            newest = None
-            if grammar is not None or (thoughts is not None and thoughts.needs(position)):
-                newest = self._token_before(state, position)
+            newest = self._token_before(state, position)
             if grammar is not None:
                 grammar.follow(outputs, position, newest)
                 grammar.fill(row)

@@ -13,7 +13,7 @@ from engine.sampling_state import SamplingState
 from engine.token_masks import TokenMasks
 from tests.support.tiny_configs import VOCAB_SIZE
 from tests.support.tiny_models import write_tokenizer
-from wire.request import Grammar, GrammarKind, SamplingParams
+from wire.request import Grammar, GrammarKind, SamplingParams, ThoughtLimit
 
 EOS = 258
 DIGITS = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "[0-9]{4}x"))
@@ -105,6 +105,36 @@ def test_rows_without_grammars_cost_nothing(compiler: GrammarCompiler) -> None:
     masks.add(torch.zeros(3, dtype=torch.int64), np.zeros(3, dtype=np.int64))
     assert copies.recorded == 0
     assert not len(masks.bits)
+
+
+def test_a_limit_of_thoughts_costs_something_where_they_end(compiler: GrammarCompiler) -> None:
+    copies, uploads = Copies(), []
+
+    def to_device(array: np.ndarray) -> torch.Tensor:
+        uploads.append(len(array))
+        return torch.from_numpy(array)
+
+    masks = TokenMasks(VOCAB_SIZE, to_device, copies.record)
+    state = state_of(compiler, SamplingParams(thoughts=ThoughtLimit(3, (7, 8))))
+    masks.join([state_of(compiler, SamplingParams()), state])
+    found = []
+    for position in range(7):
+        if position == 4:
+            state.outputs.append(1)  # the host gets the token of position 2 a step late
+        masks.follow(np.array([position, position]))
+        found.append((allowed(masks), len(uploads), copies.recorded, copies.waited))
+        copies.token = torch.zeros(2, dtype=torch.int64)
+        masks.add(copies.token, np.array([position, position]))
+        if position != 2:
+            state.outputs.append(1)
+    free = list(range(VOCAB_SIZE))
+    assert found == [
+        *[(free, 1, 0, 0)] * 3,
+        ([7], 2, 1, 1),
+        ([8], 3, 2, 1),
+        (free, 4, 2, 1),
+        (free, 4, 2, 1),
+    ]
 
 
 def test_a_row_that_was_not_in_the_step_before_is_refused_alone(
