@@ -130,7 +130,9 @@ class ModelRunner:
     def _is_brief(self, batch: ForwardBatch) -> bool:
         """Whether the host has little to issue: a replay, and sampling that waits for no earlier token."""
         replays = self._graphs is not None and self._graphs.computes(batch)
-        return replays and not any(state.is_masked for state in batch.sampling.states)
+        states, positions = batch.sampling.states, batch.sampling.positions
+        masked = (i for i, state in enumerate(states) if state.is_masked)
+        return replays and not any(states[i].is_masked_at(int(positions[i])) for i in masked)
 
     def issue(self, batch: ForwardBatch) -> Read:
         """Put the forward on the device. Nothing waits for the device."""
