@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -219,6 +219,12 @@ def keep_only(row: npt.NDArray[np.int32], token: int) -> None:
     if _has(row, token):
         row[:] = 0
         row.view(np.uint32)[token // _WORD_BITS] = np.uint32(1 << token % _WORD_BITS)
+
+
+def take_out(row: npt.NDArray[np.int32], tokens: Iterable[int]) -> None:
+    """These tokens may not be sampled."""
+    for token in tokens:
+        _clear(row, token)
 
 
 def _first_line(text: str) -> str:

@@ -4,7 +4,7 @@ Rows that take the argmax of their logits need nothing else. The others are in b
 (engine/sampling_block.py) and those that ask for log-probabilities in reports (engine/reported_logprobs.py),
 which hold the parameters as tensors. Both are built when the batch's membership changes. A step then runs no
 Python per row, moves nothing to the device but the positions, and makes one copy to the host. Only rows with
-a grammar (engine/token_masks.py) need the host in every step.
+a grammar or bad words (engine/token_masks.py) need the host in every step.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.bad_words import BadWords
 from engine.grammar import GrammarState
 from engine.noise import stream_key
 from engine.thoughts import ThoughtState
@@ -23,6 +24,7 @@ class SamplingState:
 
     __slots__ = (
         "_final",
+        "bad_words",
         "banned",
         "ends",
         "grammar",
@@ -53,7 +55,8 @@ class SamplingState:
         self.ends = frozenset(ends)  # the request stops with one of them
         self.grammar = grammar
         self.thoughts = None if params.thoughts is None else ThoughtState(params.thoughts)
-        self.is_masked = grammar is not None or self.thoughts is not None  # at some position
+        self.bad_words = BadWords(params.bad_words) if params.bad_words else None
+        self.is_masked = bool(grammar or self.thoughts or self.bad_words)  # at some position
         # A grammar lets an end-of-sequence token pass only where the output may end, or must.
         self._final = frozenset(eos_token_ids if grammar is not None else ())
         # Before `min_tokens` outputs they are not sampled. A grammar bans them itself.
@@ -77,7 +80,7 @@ class SamplingState:
 
     def is_masked_at(self, position: int) -> bool:
         """Whether what may be sampled at this output position depends on the tokens before it."""
-        if self.grammar is not None:
+        if self.grammar is not None or self.bad_words is not None:
             return True
         return self.thoughts is not None and self.thoughts.needs(position)
 

@@ -1,4 +1,5 @@
-"""TokenMasks: which tokens the grammars of a batch's sequences allow next, and limits of their thoughts."""
+"""TokenMasks: which tokens may come next in a batch's sequences by their grammars, the limits of their
+thoughts and their bad words."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from engine.completion import Completion
 from engine.device_copies import FetchedTensor
 from engine.errors import NothingAllowed
-from engine.grammar import keep_only, mask_words
+from engine.grammar import keep_only, mask_words, take_out
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice
 
@@ -106,6 +107,8 @@ class TokenMasks:
                 grammar.fill(row)
             if thoughts is not None and (token := thoughts.forced(outputs, position, newest)) is not None:
                 keep_only(row, token)
+            elif state.bad_words is not None:
+                take_out(row, state.bad_words.banned(outputs, position, newest))
         except NothingAllowed as error:
             return str(error)
         return ""

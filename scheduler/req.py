@@ -171,6 +171,7 @@ class Req:
             ("logit_bias", list(sampling.logit_bias)),
             ("stop_token_ids", sampling.stop_token_ids),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
             ("thoughts", () if limit is None else (*limit.closing, *limit.opening)),
         ):
             ids = np.asarray(given)

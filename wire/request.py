@@ -70,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
     pooling: Pooling | None = None  # None: no vector of the prompt is told
     thoughts: ThoughtLimit | None = None  # None: the model ends its thoughts
+    bad_words: tuple[tuple[Natural, ...], ...] = ()  # sequences of tokens that the output may not have
 
 
 class PromptMarks(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

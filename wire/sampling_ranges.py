@@ -27,6 +27,8 @@ LOGIT_BIAS = ParamRange(-100.0, 100.0)  # as in OpenAI's API
 MOST_TOP_LOGPROBS = 20
 MOST_TAG_TOKENS = 64
 """Of a tag around thoughts."""
+MOST_BAD_WORDS = 256
+MOST_WORD_TOKENS = 256
 
 _RANGES: dict[str, ParamRange] = {
     "temperature": TEMPERATURE,
@@ -52,6 +54,9 @@ def check_sampling(params: SamplingParams) -> None:
         _check("thoughts.tokens", params.thoughts.tokens, ParamRange(0, 2**31 - 1))
         _check("thoughts.closing", len(params.thoughts.closing), ParamRange(1, MOST_TAG_TOKENS))
         _check("thoughts.opening", len(params.thoughts.opening), ParamRange(0, MOST_TAG_TOKENS))
+    _check("bad_words", len(params.bad_words), ParamRange(0, MOST_BAD_WORDS))
+    for word in params.bad_words:
+        _check("bad_words", len(word), ParamRange(1, MOST_WORD_TOKENS))
     for name in ("top_logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None:

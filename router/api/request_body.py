@@ -18,6 +18,8 @@ from router.text.chat import MOST_TEXT
 from wire.request import Grammar, SamplingParams
 from wire.sampling_ranges import (
     LOGIT_BIAS,
+    MOST_BAD_WORDS,
+    MOST_WORD_TOKENS,
     PENALTY,
     PROBABILITY,
     REPETITION_PENALTY,
@@ -35,6 +37,7 @@ _MOST_BIASES = 1024
 _MOST_STOPS = 16
 _MOST_ALLOWED = 65_536
 _MOST_STOP_TOKENS = 1024
+_MOST_BAD_WORDS = MOST_BAD_WORDS // 2  # each is two of a worker's
 _LONGEST_STOP = 1024  # characters
 _LONGEST_TOLD = 200  # characters of a request in an error message
 
@@ -52,6 +55,7 @@ Inputs = (
     | Tokens
     | Annotated[list[Tokens], Field(max_length=MOST_INPUTS, fail_fast=True)]
 )
+BadWord = Annotated[str, Field(min_length=1, max_length=128)]
 OutputLength = Annotated[int, Field(ge=1, lt=2**31)]
 Bias = Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]
 Body = TypeVar("Body", bound=BaseModel)
@@ -104,6 +108,10 @@ class SamplingBody(StructureFields):
     allowed_token_ids: list[TokenId] = Field(
         default_factory=list, max_length=_MOST_ALLOWED, fail_fast=True, description="no others are sampled"
     )
+    bad_words: list[BadWord] = Field(
+        default_factory=list, max_length=_MOST_BAD_WORDS, fail_fast=True,
+        description="words that the output does not have, as they are written and with a space before them",
+    )  # fmt: skip
     min_tokens: int = Field(0, ge=0, description="no token ends the output before; a stop string may")
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
@@ -141,6 +149,7 @@ class SamplingBody(StructureFields):
                 f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens asked for", "min_tokens"
             )
         return SamplingParams(
+            bad_words=self._bad_words(model),
             max_new_tokens=max_new_tokens,
             temperature=default.temperature if self.temperature is None else self.temperature,
             top_k=default.top_k if self.top_k is None else max(0, self.top_k),
@@ -160,6 +169,14 @@ class SamplingBody(StructureFields):
             top_logprobs=top_logprobs,
             grammar=grammar,
         )
+
+    def _bad_words(self, model: Model) -> tuple[tuple[int, ...], ...]:
+        """Their tokens. A tokenizer may have other ones for a word behind a space."""
+        texts = (before + word.lstrip() for word in self.bad_words for before in ("", " "))
+        words = dict.fromkeys(tuple(model.tokenization.encode(text, False)) for text in texts)
+        if any(len(word) > MOST_WORD_TOKENS for word in words):
+            raise InvalidRequest(f"a word has more than {MOST_WORD_TOKENS} tokens", "bad_words")
+        return tuple(word for word in words if word)
 
 
 def parse(kind: type[Body], raw: dict[str, Any]) -> Body:

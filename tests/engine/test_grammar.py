@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import engine.grammar as grammar_module
 from bench.grammar_vocabulary import make_tokenizer
@@ -24,6 +24,7 @@ from engine.grammar import GrammarCompiler, GrammarState, mask_words
 from engine.sampler import Sampled, Sampler
 from engine.sampling_state import SamplingState
 from tests.support.driver import Driver, open_runner
+from tests.support.reference import generate_with
 from tests.support.tiny_configs import VOCAB_SIZE
 from tests.support.tiny_models import make_tiny, write_tokenizer
 from wire.grammars import matcher_grammar
@@ -360,15 +361,8 @@ class Masked(LogitsProcessor):
 def reference(
     path: Path, compiler: GrammarCompiler, grammar: Grammar, prompt: list[int], n: int
 ) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-    model.generation_config.pad_token_id = 0
-    ids = torch.tensor([prompt])
     masks = LogitsProcessorList([Masked(begun(compiler, grammar), len(prompt))])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, logits_processor=masks,
-        eos_token_id=EOS,
-    )  # fmt: skip
-    return list(out[0, len(prompt) :].tolist())
+    return generate_with(path, prompt, n, logits_processor=masks, eos_token_id=EOS)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -392,22 +386,7 @@ def test_tokens_equal_generate_with_the_same_masks(
             params, np.array(prompt, np.int32), (EOS,), 0, lane.state.outputs, runner.grammars.begin(params)
         )
         lanes.append(lane)
-    pending = [runner.launch(driver.batch([(lane, lane.prompt_len) for lane in lanes]))]
-    steps = [pending[0].result(60).tokens] if not unknown else []
-    for _ in range(n - 1):
-        if not unknown:
-            for lane, token in zip(lanes, steps[-1].tolist(), strict=True):
-                lane.add(token)
-        pending.append(runner.launch(driver.batch([(lane, 1) for lane in lanes], unknown=unknown)))
-        if unknown:  # the step before is taken while this one runs
-            steps.append(pending[-2].result(60).tokens)
-            for lane, token in zip(lanes, steps[-1].tolist(), strict=True):
-                lane.state.outputs.append(token)
-        else:
-            steps.append(pending[-1].result(60).tokens)
-    if unknown:
-        steps.append(pending[-1].result(60).tokens)
-    ours = np.stack(steps, axis=1).tolist()
+    ours = driver.each_step(lanes, n, unknown)
     for prompt, grammar, tokens in zip(prompts, grammars, ours, strict=True):
         if grammar is None:
             continue

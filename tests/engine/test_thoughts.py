@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from common.errors import InvalidRequest
 from engine.errors import NothingAllowed
@@ -19,6 +19,7 @@ from engine.sampling_state import SamplingState
 from engine.thoughts import ThoughtState
 from scheduler.req import Req, RequestLimits
 from tests.support.driver import Driver, open_runner
+from tests.support.reference import generate_with
 from tests.support.tiny_models import make_tiny, write_tokenizer
 from wire.codec import pack_tokens
 from wire.request import GenerateRequest, Grammar, GrammarKind, SamplingParams, ThoughtLimit
@@ -114,15 +115,8 @@ class Forced(LogitsProcessor):
 
 
 def reference(path: Path, prompt: list[int], limit: ThoughtLimit | None, n: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    forced = LogitsProcessorList([] if limit is None else [Forced(limit, len(prompt))])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, logits_processor=forced
-    )
-    return list(out[0, len(prompt) :].tolist())
+    forced = [] if limit is None else [Forced(limit, len(prompt))]
+    return generate_with(path, prompt, n, logits_processor=LogitsProcessorList(forced))
 
 
 @pytest.mark.parametrize("unknown", [False, True])
@@ -130,7 +124,6 @@ def reference(path: Path, prompt: list[int], limit: ThoughtLimit | None, n: int)
 def test_tokens_equal_generate_with_the_same_tokens_forced(
     tmp_path: Path, overlap: bool, unknown: bool
 ) -> None:
-    """`unknown`: every step is launched before the result of the one before it is taken."""
     path, n = make_tiny("qwen3", tmp_path, 3), 16
     rng = random.Random(6)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (5, 33, 20, 9)]
@@ -142,21 +135,8 @@ def test_tokens_equal_generate_with_the_same_tokens_forced(
         driver.add(prompt, SamplingParams(temperature=0.0, thoughts=limit))
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    pending = [runner.launch(driver.batch([(lane, lane.prompt_len) for lane in lanes]))]
-    steps = []
-    for _ in range(n - 1):
-        if not unknown:
-            steps.append(pending[-1].result(60).tokens)
-            for lane, token in zip(lanes, steps[-1].tolist(), strict=True):
-                lane.add(token)
-        pending.append(runner.launch(driver.batch([(lane, 1) for lane in lanes], unknown=unknown)))
-        if unknown:
-            steps.append(pending[-2].result(60).tokens)
-            for lane, token in zip(lanes, steps[-1].tolist(), strict=True):
-                lane.state.outputs.append(token)
-    steps.append(pending[-1].result(60).tokens)
+    ours = driver.each_step(lanes, n, unknown)
     runner.close()
-    ours = np.stack(steps, axis=1).tolist()
     want = [reference(path, prompt, limit, n) for prompt, limit in zip(prompts, limits, strict=True)]
     assert ours == want
     assert (ours[0][5], ours[1][0]) == (CLOSE, CLOSE)

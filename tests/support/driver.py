@@ -211,6 +211,24 @@ class Driver:
             work[i][0].add(token)
         return result
 
+    def each_step(self, lanes: Sequence[Lane], n: int, unknown: bool) -> list[list[int]]:
+        """n tokens of each lane after its prompt. `unknown`: every step is launched before the result of the
+        one before it is taken."""
+        pending = [self.engine.launch(self.batch([(lane, lane.prompt_len) for lane in lanes]))]
+        steps: list[list[int]] = []
+        for _ in range(n - 1):
+            if not unknown:
+                steps.append(pending[-1].result(60).tokens.tolist())
+                for lane, token in zip(lanes, steps[-1], strict=True):
+                    lane.add(token)
+            pending.append(self.engine.launch(self.batch([(lane, 1) for lane in lanes], unknown=unknown)))
+            if unknown:
+                steps.append(pending[-2].result(60).tokens.tolist())
+                for lane, token in zip(lanes, steps[-1], strict=True):
+                    lane.state.outputs.append(token)
+        steps.append(pending[-1].result(60).tokens.tolist())
+        return [list(tokens) for tokens in zip(*steps, strict=True)]
+
     def generate(self, sequences: Sequence[Lane], n: int, chunk: int = 1 << 20, stagger: int = 0) -> None:
         """Until every sequence has `n` outputs, prefilling in chunks.
 

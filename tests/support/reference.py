@@ -69,6 +69,17 @@ def greedy(model: Any, prompts: Sequence[Sequence[int]], n: int) -> list[Answer]
     ]
 
 
+def generate_with(path: Path, prompt: Sequence[int], n: int, **options: Any) -> list[int]:
+    """At most n greedy tokens after a prompt, with further options of transformers' generate."""
+    model = reference_model(path, (path / "model.safetensors").stat().st_mtime_ns)
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, **options
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
 @contextmanager
 def index_margins(model: Any) -> Iterator[list[float]]:
     """Of each choice of an indexer (sparse attention) how clear it was: the distance of the last score that

@@ -324,3 +324,15 @@ def test_a_limit_needs_tags(scripted: Scripted) -> None:
     completion = {"prompt": "a", "thinking_token_budget": 5}
     answer = scripted.router.http.post("/v1/completions", json=completion)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_words_that_may_not_be_said(scripted: Scripted, path: str) -> None:
+    asked = {"messages": CHAT} if "chat" in path else {"prompt": "Hi"}
+    scripted.output = "Yes."
+    post(scripted, path, **asked, max_tokens=50, bad_words=["so", " Yes", "Yes"])
+    texts = ["so", " so", "Yes", " Yes"]
+    words = [tuple(scripted._tokenization.encode(text, add_special_tokens=False)) for text in texts]
+    assert sampling(scripted).bad_words == tuple(words)
+    post(scripted, path, **asked, max_tokens=50, bad_words=[])
+    assert sampling(scripted).bad_words == ()

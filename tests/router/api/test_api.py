@@ -291,7 +291,8 @@ def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path)
             "allowed_token_ids",
             "vocabulary",
         ),
-        ("/v1/completions", {"prompt": "a", "bad_words": ["x"]}, "bad_words", "any word"),
+        ("/v1/completions", {"prompt": "a", "bad_words": [""]}, "bad_words", "at least 1"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["x"] * 129}, "bad_words", "at most 128"),
         (
             "/v1/completions",
             {"prompt": "a", "max_tokens": 0, "echo": True, "stream": True},
