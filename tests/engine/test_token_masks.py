@@ -175,3 +175,13 @@ def test_a_sequence_keeps_its_place_when_others_come_and_go(compiler: GrammarCom
         for slot, state in enumerate(chosen, start=1):
             expected = digits if len(state.outputs) < 4 else [ord("x") - ord("!")]
             assert allowed(masks, slot) == expected
+
+
+def test_a_row_that_may_sample_nothing_samples_something_that_is_not_used(compiler: GrammarCompiler) -> None:
+    x = ord("x") - ord("!")
+    only = Grammar(GrammarKind.REGEX, "x")
+    masks = masks_of(Copies())
+    masks.join([state_of(compiler, SamplingParams(grammar=only, stop_token_ids=(x,), min_tokens=5))])
+    masks.follow(np.array([0]))
+    assert list(masks.refusals) == [0]
+    assert len(allowed(masks)) == VOCAB_SIZE
