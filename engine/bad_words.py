@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import NothingAllowed
+from engine.known_outputs import known_outputs
 
 
 class BadWords:
@@ -22,17 +22,9 @@ class BadWords:
         self._longest = max(len(beginning) for beginning, _ in self._words)
 
     def banned(self, outputs: Sequence[int], position: int, newest: int | None) -> list[int]:
-        """The tokens that may not stand at this output position.
-
-        `outputs` may lack the token before it, which is `newest` then. Raises NothingAllowed if others are
-        not known.
-        """
-        before = list(outputs[max(0, position - self._longest) : position])
-        missing = max(0, position - len(outputs))
-        if self._longest and missing:
-            if missing > 1 or newest is None:
-                raise NothingAllowed("the tokens before this position are not known")
-            before.append(newest)
+        """The tokens that may not stand at this output position. For `newest` and errors: known_outputs."""
+        start = max(0, position - self._longest)
+        before = known_outputs(outputs, start, position, position, newest)
         return [
             last for beginning, last in self._words if before[len(before) - len(beginning) :] == beginning
         ]

@@ -218,7 +218,7 @@ def keep_only(row: npt.NDArray[np.int32], token: int) -> None:
     """Only this token may be sampled, if it may be."""
     if _has(row, token):
         row[:] = 0
-        row.view(np.uint32)[token // _WORD_BITS] = np.uint32(1 << token % _WORD_BITS)
+        _set(row, token)
 
 
 def take_out(row: npt.NDArray[np.int32], tokens: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import NothingAllowed
+from engine.known_outputs import known_outputs
 from wire.request import ThoughtLimit
 
 
@@ -28,18 +28,11 @@ class ThoughtState:
         return self._first <= position < self._first + len(self._closing)
 
     def forced(self, outputs: Sequence[int], position: int, newest: int | None) -> int | None:
-        """The one token that may stand at this output position; None: any.
-
-        `outputs` may lack the token before it, which is `newest` then. Raises NothingAllowed if others are
-        not known.
-        """
+        """The one token that may stand at this output position; None: any. For `newest` and errors:
+        known_outputs."""
         if not self.needs(position):
             return None
-        before = list(outputs[: self._first])
-        if len(before) < self._first and newest is not None:
-            before.append(newest)
-        if len(before) < self._first:
-            raise NothingAllowed("the tokens before this position are not known")
+        before = known_outputs(outputs, 0, self._first, position, newest)
         begin = len(self._opening)
         if tuple(before[:begin]) != self._opening:
             return None  # the output has no thoughts

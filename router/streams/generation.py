@@ -139,9 +139,10 @@ class ChoiceOutput:
             delta = replace(delta, matched=tokens[-1])
             if not self._keep_stop:
                 tokens = tokens[:-1]
-        starts = []
+        starts: list[int] | None = [] if len(delta.tokens) > 1 else None
         for position, token in enumerate(tokens):
-            starts.append(len(text))
+            if starts is not None:
+                starts.append(len(text))
             piece = self._push(token)
             if self._stops is None:
                 text += piece
@@ -161,7 +162,7 @@ class ChoiceOutput:
                 break
         if finish is not None and not stopped:
             text += self._rest()
-        if len(delta.tokens) > 1:
+        if starts is not None:
             delta = replace(delta, starts=starts)
         return text, delta, stopped
 

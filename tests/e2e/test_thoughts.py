@@ -30,7 +30,7 @@ def ask(running: Stack, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.oracle
 def test_thoughts_end_where_transformers_ends_them(tiny_model: Path, tmp_path: Path) -> None:
-    """The chat template is told to have opened thoughts; a random model never ends them by itself."""
+    """The router is told that outputs begin with thoughts; a random model never ends them by itself."""
     with stack(
         tiny_model,
         tmp_path,

@@ -78,6 +78,8 @@ def test_a_token_that_is_not_known_is_not_guessed() -> None:
     assert state.forced([], 2, None) is None
     with pytest.raises(NothingAllowed):
         state.forced([1, 2], 3, None)
+    with pytest.raises(NothingAllowed):
+        ThoughtState(ThoughtLimit(3, (CLOSE, END))).forced([1, 2], 4, 5)  # the token before is another one
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_how_long_a_model_may_think(scripted: Scripted) -> None:
     assert limit_of(scripted, **message) is None
 
 
-def test_a_limit_needs_tags(scripted: Scripted) -> None:
+def test_limits_that_are_none_are_refused(scripted: Scripted) -> None:
     answer = scripted.post(thinking_token_budget=-2)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
     completion = {"prompt": "a", "thinking_token_budget": 5}

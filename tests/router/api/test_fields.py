@@ -212,3 +212,12 @@ def test_log_probabilities_of_a_chats_prompt(router: RouterProcess, tokenization
     assert [
         float(entry[str(token)]["logprob"]) for token, entry in zip(prompt[1:], told[1:], strict=True)
     ] == [-0.125] * (len(prompt) - 1)
+
+
+def test_a_limit_of_thoughts_needs_their_tags(tmp_path: Path, model: Path) -> None:
+    router = start_router(tmp_path, model, reasoning_parser="none")
+    answer = router.http.post(CHATS, json={"messages": CHAT, "max_tokens": 9, "thinking_token_budget": 2})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
+    assert "reasoning_parser" in error["message"]
+    assert router.stop() == 0
