@@ -92,7 +92,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
         raise InvalidRequest("give either text or input_ids", "text")
     param, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     model = router.model(body.model)
-    grammar = await router.grammars.checked(params.wanted_grammar())
+    grammar = await router.grammars.checked(params.wanted_grammar(model.formats.markers))
     prompts = await encode_prompts(model, given, param, params.n, add_special_tokens=True)
     for prompt in prompts:
         model.room_for(prompt, params.max_new_tokens, param)

@@ -112,7 +112,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
         "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
     ),
-    **_all("an output follows a schema, an expression, choices or a grammar", (), "structural_tag"),
     **_all("tokens are named by their ids", (False,), "return_text_in_logprobs"),
     **_all("a request has a client that waits", (False,), "background"),
 }  # fmt: skip

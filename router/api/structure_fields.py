@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from common.errors import InvalidRequest
+from router.api.structural_tags import AnyFormat, StructuralTag, Structures, Triggers
 from router.text.grammars import Wanted
+from router.text.tool_formats.syntax import Markers
 from wire.grammars import LONGEST_GRAMMAR
 from wire.request import GrammarKind
 
 _MOST_CHOICES = 4096
 _ANY_OBJECT = {"type": "object"}
 
+
+def _from_json(value: object) -> object:
+    """What a text of JSON says. Raises ValueError."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
 GrammarText = Annotated[str, Field(max_length=LONGEST_GRAMMAR)]
 Schema = dict[str, Any] | GrammarText
+TagField = Annotated[StructuralTag, BeforeValidator(_from_json)]  # also as JSON
 Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=_MOST_CHOICES, fail_fast=True)]
 
 
@@ -36,11 +46,21 @@ class ResponseFormat(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: AnyFormat | None = None
+    structures: Structures | None = None
+    triggers: Triggers | None = None
 
-    def wanted(self) -> Wanted | None:
-        """Raises InvalidRequest for a json_schema that is missing or has another type's name."""
+    def wanted(self, markers: Markers) -> Wanted | None:
+        """Raises InvalidRequest for fields of another type, and for those that are missing."""
+        tag = StructuralTag(format=self.format, structures=self.structures, triggers=self.triggers)
+        if self.type == "structural_tag" and self.json_schema is None:
+            return tag.wanted("response_format", markers)
+        if tag != _NO_TAG:
+            raise InvalidRequest(
+                "format, structures and triggers belong to type 'structural_tag'", "response_format"
+            )
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise InvalidRequest(
                 "response_format.json_schema belongs to type 'json_schema'", "response_format.json_schema"
@@ -63,6 +83,7 @@ class StructuredOutputs(BaseModel):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
+    structural_tag: TagField | None = None
 
 
 class StructureFields(BaseModel):
@@ -77,19 +98,28 @@ class StructureFields(BaseModel):
     json_schema: Schema | None = None
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
+    structural_tag: TagField | None = None
 
-    def wanted_grammar(self) -> Wanted | None:
-        """The grammar that is asked for. Raises InvalidRequest for more than one."""
-        found = list(self._all())
+    def wanted_grammar(self, markers: Markers) -> Wanted | None:
+        """The grammar that is asked for. `markers` are the model's. Raises InvalidRequest for more than
+        one."""
+        found = list(self._all(markers))
         if len(found) > 1:
             first, second = found[0].param, found[1].param
             raise InvalidRequest(f"{second} cannot be given together with {first}", second.partition(".")[0])
         return found[0] if found else None
 
-    def _all(self) -> Iterator[Wanted]:
+    def _all(self, markers: Markers) -> Iterator[Wanted]:
         given = self.structured_outputs or _NONE
-        if self.response_format is not None and (wanted := self.response_format.wanted()) is not None:
+        form = self.response_format
+        if form is not None and (wanted := form.wanted(markers)) is not None:
             yield wanted
+        for param, tag in (
+            ("structured_outputs.structural_tag", given.structural_tag),
+            ("structural_tag", self.structural_tag),
+        ):
+            if tag is not None:
+                yield tag.wanted(param, markers)
         if given.json_object:
             yield Wanted("structured_outputs.json_object", GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
         for param, schema in (
@@ -122,3 +152,4 @@ class StructureFields(BaseModel):
 
 
 _NONE = StructuredOutputs()
+_NO_TAG = StructuralTag()

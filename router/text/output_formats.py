@@ -199,6 +199,7 @@ class OutputFormats:
         )
         self._without_calls = tool_parser == NONE
         self._without_reasoning = reasoning_parser == NONE
+        self.markers = Markers(tokens)
         self._tokens = tokens
         self._special = special
 
@@ -243,7 +244,7 @@ class OutputFormats:
         (`has_body`); "": the output is the content. Calls that are required and cannot be demanded in the
         model's own form are written as Hermes writes them. Raises InvalidRequest if they cannot be and are
         strict."""
-        markers, tags = Markers(self._tokens), self.reasoning
+        markers, tags = self.markers, self.reasoning
         if self.channels:
             return harmony_grammar(calls, markers, has_body)
         before = ("", "") if tags is None else thoughts(tags, tags.start(prompt_end, continued), markers)

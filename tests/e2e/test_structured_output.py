@@ -117,6 +117,22 @@ STRUCTURES: dict[str, tuple[dict[str, Any], Any]] = {
         lambda text: re.fullmatch(r"\(*[0-9]{1,3}\)*", text) and text.count("(") == text.count(")"),
     ),
 }
+TAG = {
+    "type": "triggered_tags", "triggers": ["<i"], "at_least_one": True, "stop_after_first": True,
+    "tags": [
+        {"begin": "<insect>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</insect>"},
+        {"begin": "<id=", "content": {"type": "regex", "pattern": "[0-9]{2,9}"}, "end": "/>"},
+    ],
+}  # fmt: skip
+
+
+def is_tag(text: str) -> bool:
+    if text.startswith("<insect>"):
+        return text.endswith("</insect>") and is_valid(text[len("<insect>") : -len("</insect>")])
+    return re.fullmatch("<id=[0-9]{2,9}/>", text) is not None
+
+
+STRUCTURES["tag"] = ({"structural_tag": {"format": TAG}}, is_tag)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 1.3, "seed": 11, "n": 2},

@@ -20,6 +20,8 @@ from wire.holds import Hold
 from wire.messages.any_message import AnyMessage
 from wire.messages.caches import Inspect, Inspected
 
+ANSWERS = 5.0, 10.0  # seconds for members and for the first process, where all answer
+SILENCE = 0.5, 2.0  # where one does not
 HOLDERS = ["router 0", "router 1", "router 2"]
 Post = dict[str, Callable[[str, AnyMessage], None]]  # by address: takes the sender's address and a message
 
@@ -27,7 +29,7 @@ Post = dict[str, Callable[[str, AnyMessage], None]]  # by address: takes the sen
 class Process:
     """One process at an address; `first` started it."""
 
-    def __init__(self, post: Post, address: str, first: str | None = None) -> None:
+    def __init__(self, post: Post, address: str, first: str | None, timeouts: tuple[float, float]) -> None:
         def send(to: str, message: AnyMessage) -> None:
             if to in post:
                 asyncio.get_running_loop().call_soon(post[to], address, message)
@@ -49,7 +51,7 @@ class Process:
             lambda: [Hold(holder, "room", "client of r", 1)],
             lambda: [SuspicionReport(address, "d", 1, SuspicionCause.EXITED, 2.0, 3.0, None)],
         )
-        self.group = ProcessGroup(registry, self.traces, send, self.inspections, own, first, 0.05, 0.2)
+        self.group = ProcessGroup(registry, self.traces, send, self.inspections, own, first, *timeouts)
         post[address] = take
 
     async def aborts(self) -> float:
@@ -57,9 +59,10 @@ class Process:
         return next(float(line.split()[1]) for line in lines if line.startswith("baton_router_aborts_total "))
 
 
-def three() -> tuple[Post, list[Process]]:
+def three(timeouts: tuple[float, float] = ANSWERS) -> tuple[Post, list[Process]]:
     post: Post = {}
-    processes = [Process(post, "0"), Process(post, "1", first="0"), Process(post, "2", first="0")]
+    processes = [Process(post, "0", None, timeouts)]
+    processes += [Process(post, address, "0", timeouts) for address in ("1", "2")]
     for position, process in enumerate(processes):
         process.metrics.aborts.inc(10**position)
     for member in ("1", "2"):
@@ -95,7 +98,7 @@ def test_each_answers_for_all() -> None:
 
 def test_a_process_that_does_not_answer_is_counted_as_it_was() -> None:
     async def run() -> None:
-        post, processes = three()
+        post, processes = three(SILENCE)
         assert await processes[0].aborts() == 111
         del post["1"]
         processes[1].metrics.aborts.inc(1)
@@ -106,6 +109,6 @@ def test_a_process_that_does_not_answer_is_counted_as_it_was() -> None:
         processes[0].group.leave("1")
         assert await processes[0].aborts() == 112
         with pytest.raises(Unavailable, match="first process"):
-            await Process({}, "3", first="0").aborts()
+            await Process({}, "3", "0", SILENCE).aborts()
 
     asyncio.run(run())

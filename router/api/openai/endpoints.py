@@ -28,7 +28,7 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/chat/completions."""
     body = parse(ChatBody, await request.json())
     model = router.model(body.model)
-    wanted, tools = body.wanted_grammar(), body.callable_tools()
+    wanted, tools = body.wanted_grammar(model.formats.markers), body.callable_tools()
     chat = body.make_chat(body.messages, tools)
     prompt = await model.encode_chat(chat, body.is_cut)
     prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
@@ -60,7 +60,7 @@ async def completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/completions."""
     body = parse(CompletionBody, await request.json())
     model = router.model(body.model)
-    grammar = await router.grammars.checked(body.wanted_grammar())
+    grammar = await router.grammars.checked(body.wanted_grammar(model.formats.markers))
     prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens, body.is_cut)
     length = body.max_tokens or 1  # workers compute one at least
     prompts = [body.cut(prompt, model.versions.context_limit, length) for prompt in prompts]

@@ -6,6 +6,7 @@ What a token of its own stands for is that token there (`<[151657]>`), never its
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,13 @@ class CalledTool:
 
     def rule(self) -> str:
         """That of the schema, as JSON."""
-        options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not self.follows}
-        return "%json " + json.dumps({**self.schema, "x-guidance": options})
+        return json_rule(self.schema, not self.follows)
+
+
+def json_rule(schema: dict[str, Any], is_lenient: bool = False) -> str:
+    """JSON that follows a schema; a lenient one as far as it can be followed."""
+    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": is_lenient}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _as_json(tool: CalledTool, markers: Markers) -> str:  # noqa: ARG001
@@ -66,6 +72,16 @@ class Markers:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: those that tokenizers take out of a text before all else, by their text."""
         self._tokens = tokens
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def pieces(self, text: str) -> list[str]:
+        """The tokens in a text, and what stands between them, as tokenizers read it. Nothing is empty."""
+        found, at = [], 0
+        for match in self._split.finditer(text):
+            found += [text[at : match.start()], match[0]]
+            at = match.end()
+        return [piece for piece in (*found, text[at:]) if piece]
 
     def is_token(self, text: str) -> bool:
         """Whether a text is a token of its own."""

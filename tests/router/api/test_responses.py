@@ -22,6 +22,7 @@ from router.streams.generation import ChoiceCounts, Submission
 from router.text.chat import Chat
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 from router.text.tokenization import Tokenization
+from router.text.tool_formats.syntax import Markers
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import sse_events
@@ -125,7 +126,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
     def read() -> None:
         wrong = body(**fields)
-        wrong.wanted_grammar()
+        wrong.wanted_grammar(Markers({}))
         wrong.make_chat([], wrong.items)
 
     with pytest.raises(InvalidRequest, match=words):

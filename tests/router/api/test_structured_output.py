@@ -24,6 +24,8 @@ ANY = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 CHOICES = Grammar(GrammarKind.LARK, 'start: "yes" | "no"')
 LETTERS = Grammar(GrammarKind.REGEX, "[a-z]+")
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
+OF_TAG = Grammar(GrammarKind.LARK, 'start: "yes" \n')
 GBNF, LARK = 'root ::= "a" | "b"', 'start: "a" | "b"'
 
 
@@ -68,6 +70,10 @@ FIELDS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"regex": "[a-z]+"}, LETTERS),
     ({"ebnf": GBNF}, Grammar(GrammarKind.LARK, '%llguidance {}\n\nstart: "a"\n     | "b"\n\n')),
     ({"response_format": {"type": "text"}, "regex": "[a-z]+"}, LETTERS),
+    ({"response_format": TAG}, OF_TAG),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, OF_TAG),
+    ({"structural_tag": json.dumps(TAG)}, OF_TAG),
+    ({"structural_tag": TAG}, OF_TAG),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,10 @@ def test_a_message_is_short_whatever_was_sent(router: RouterProcess, path: str) 
     "format_",
     [
         {"type": "structural_tag", "structures": [], "triggers": []},
-        {"type": "structural_tag", "format": {"type": "any_text"}},
+        {"type": "structural_tag", "format": {"type": "any text"}},
+        {"type": "structural_tag", "format": {"type": "any_text"}, "json_schema": {"schema": {}}},
+        {"type": "structural_tag", "format": {"type": "regex", "pattern": "["}},
+        {"type": "json_object", "format": {"type": "any_text"}},
         {"type": "structural_tag"},
         {"type": "json_schema", "json_schema": None},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no type"}}},
@@ -200,6 +204,18 @@ def test_a_schema_of_any_depth_does_no_harm(router: RouterProcess, path: str) ->
     given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     answer = router.http.post(path, json={**BODIES[path], "response_format": given})
     assert answer.status_code in (200, 400)
+    assert taken(router, path)["choices"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_structural_tags_of_any_depth_do_no_harm(router: RouterProcess, path: str) -> None:
+    opened, innermost = '{"type": "tag", "begin": "(", "end": ")", "content": ', '{"type": "any_text"}'
+    for depth, statuses in ((20, {200}), (200, {200, 400}), (2000, {400}), (50_000, {400})):
+        given = json.dumps({**BODIES[path], "response_format": {"type": "structural_tag", "format": 0}})
+        nested = f"{opened * depth}{innermost}{'}' * depth}"
+        body = given.replace('"format": 0', f'"format": {nested}')
+        headers = {"content-type": "application/json"}
+        assert router.http.post(path, content=body, headers=headers).status_code in statuses, depth
     assert taken(router, path)["choices"]
 
 

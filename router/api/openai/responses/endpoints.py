@@ -34,7 +34,12 @@ async def create(router: Router, request: HttpRequest) -> None:
     prompt = await model.encode_chat(chat)
     length = model.room_for(prompt, body.max_output_tokens, "input")
     grammar, parsing = await grammar_and_parsing(
-        router, model, prompt, body.tool_fields(), body.wanted_grammar(), not body.skip_special_tokens
+        router,
+        model,
+        prompt,
+        body.tool_fields(),
+        body.wanted_grammar(model.formats.markers),
+        not body.skip_special_tokens,
     )
     sampling = body.sampling(length, body.scored, model, grammar)
     submission = await make_submission(

@@ -15,6 +15,7 @@ from router.api.request_body import Label, OutputLength, RequestBody, SamplingBo
 from router.api.tool_fields import ToolFields
 from router.text.chat import Chat
 from router.text.grammars import Wanted
+from router.text.tool_formats.syntax import Markers
 from wire.request import GrammarKind
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
@@ -122,9 +123,9 @@ class ResponseBody(RequestBody, SamplingBody):
         effort = None if self.reasoning is None else self.reasoning.effort
         return ChatFields(reasoning_effort=effort).make_chat(said, self.tool_fields().callable_tools())
 
-    def wanted_grammar(self) -> Wanted | None:
+    def wanted_grammar(self, markers: Markers) -> Wanted | None:
         """What the answer must match. Raises InvalidRequest for more than one."""
-        other = super().wanted_grammar()
+        other = super().wanted_grammar(markers)
         form = None if self.text is None else self.text.format
         if form is None or form.type == "text":
             return other
