@@ -14,6 +14,7 @@ BatonError
 │   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
 │   └── Interrupted         503  this router ends a stream with which another can go on
+├── Aborted             410  an operator has ended the request
 ├── RequestFailed           500  the model has no usable output for this request (logits that are not finite)
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible
@@ -94,6 +95,10 @@ class Overloaded(UserError):
 
 class Unavailable(BatonError):
     """No worker could take the request within its bound."""
+
+
+class Aborted(BatonError):
+    """An operator has ended the request. No client is meant to try again."""
 
 
 class RequestFailed(BatonError):

@@ -1,9 +1,11 @@
-"""AdminPages: a running router, from inside. Only the admin listener serves them (docs/doors.md)."""
+"""AdminPages: a running router, from inside. Only the admin listener serves them (docs/doors.md).
+
+What changes it is in admin_changes.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,13 +15,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from common.errors import BatonError, InvalidRequest, Unavailable
+from router.admin_changes import AdminChanges
 from router.http_errors import error_body, to_http
 from router.index.global_index import GlobalIndex
 from router.index.page_table import Tier
 from router.membership import Membership
 from router.model import Model
-from router.options import MOST_WEIGHT
-from router.page import CHANGE, JSON, Page, forgotten_tenant, json_page
+from router.page import CHANGE, JSON, Page, json_page
 from router.placement.models import Models, model_report
 from router.placement.policy import RoleCandidates
 from router.process_group import ProcessGroup
@@ -27,7 +29,7 @@ from router.streams.assignments import version_key
 from router.streams.generation import Submission
 from router.streams.inspections import Inspections
 from wire.holds import HoldReport
-from wire.messages.caches import CacheTier, TenantForgotten
+from wire.messages.caches import CacheTier
 from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0
@@ -54,13 +56,15 @@ class AdminPages:
     membership: Membership
     processes: ProcessGroup
     inspections: Inspections
+    changes: AdminChanges
 
     async def open(self, target: str) -> Page:
         """The page at a path with its query string. What goes wrong is a page, too."""
         path, _, query = target.removeprefix(CHANGE).partition("?")
         path, given = unquote(path), dict(parse_qsl(query))
         try:
-            return await (self._change(path, given) if target.startswith(CHANGE) else self._open(path, given))
+            is_change = target.startswith(CHANGE)
+            return await (self.changes.make(path, given) if is_change else self._open(path, given))
         except BatonError as error:
             told = to_http(error)
             return json_page(told.body, told.status)
@@ -71,7 +75,7 @@ class AdminPages:
             "/admin/routers": self._routers,
             "/debug/workers": self._workers,
             "/debug/models": self._models,
-            "/admin/weights": self._weights,
+            "/admin/weights": self.changes.weights,
             "/debug/suspicions": self._suspicions,
             "/debug/rooms": self._rooms,
             "/debug/requests": self._requests,
@@ -85,12 +89,6 @@ class AdminPages:
         if path.startswith(_TRACE):
             return await self._trace(path.removeprefix(_TRACE))
         return json_page(error_body(f"{path} does not exist here", "invalid_request_error"), 404)
-
-    async def _change(self, path: str, query: _Query) -> Page:
-        tenant = forgotten_tenant(path)
-        if tenant is not None:
-            return await self._forget(tenant)
-        return await (self._clear(query) if path == "/admin/cache/clear" else self._weigh(query))
 
     async def _metrics(self, _: _Query) -> Page:
         """For Prometheus: of all processes of this router."""
@@ -128,23 +126,6 @@ class AdminPages:
     async def _models(self, _: _Query) -> Page:
         """The models and their versions, each with its share of new streams and its workers by role."""
         return json_page({"models": [model_report(one) for one in self.models.by_name.values()]})
-
-    async def _weights(self, _: _Query) -> Page:
-        """The weights of version names of each model, which all routers have, and those that were deployed.
-
-        Every change has the next `revision`.
-        """
-        return json_page(
-            {"models": {name: self.membership.weights.current(name) for name in self.models.by_name}}
-        )
-
-    async def _weigh(self, query: _Query) -> Page:
-        """POST ?model=NAME&VERSION=WEIGHT...: divide the model's new streams by these weights of version
-        names, at all routers. They replace those from before. Without weights: by capacity."""
-        name = self.model(query.get("model")).name
-        weights = {one: _weight(one, given) for one, given in query.items() if one != "model"}
-        await self.membership.weights.say(name, weights, _TELL_TIMEOUT_S)
-        return await self._weights(query)
 
     async def _suspicions(self, _: _Query) -> Page:
         """The last few hundred workers that each process did not believe to be alive.
@@ -229,7 +210,7 @@ class AdminPages:
     async def _inspect(self, query: _Query) -> Page:
         """?worker=ID&what=memory|tree|nodes|load|metrics|rooms|leases: a worker's own report."""
         worker, what = query.get("worker", ""), query.get("what", "memory")
-        mailbox = self._mailboxes(worker)[worker]
+        mailbox = self.membership.mailboxes(worker)[worker]
         try:
             report = await self.inspections.ask(mailbox, what, _INSPECT_TIMEOUT_S)
         except TimeoutError:
@@ -241,87 +222,10 @@ class AdminPages:
 
         It goes through the whole index.
         """
-        (worker,) = self._mailboxes(query.get("worker", ""))
+        (worker,) = self.membership.mailboxes(query.get("worker", ""))
         return json_page(
             {name: sorted(self.index.held(worker, 1 << tier)) for name, tier in _OF_INDEX.items()}
         )
-
-    async def _clear(self, query: _Query) -> Page:
-        """POST ?worker=ID&tier=device|host|storage|all: have one worker, or all, forget what is cached and
-        not in use. What each has freed, by tier; `silent` are those that did not answer in time."""
-        tier, given = query.get("tier", "all"), query.get("worker")
-        if tier not in ("all", *_TIERS):
-            raise InvalidRequest(f"{tier!r} is no tier: use {', '.join(_TIERS)} or all", "tier")
-        tiers = [one for one in _TIERS if tier in (one, "all")]
-        asked = self._mailboxes(given)
-        said = await asyncio.gather(
-            *(self.inspections.clear(mailbox, tiers, _CLEAR_TIMEOUT_S) for mailbox in asked.values()),
-            return_exceptions=True,
-        )
-        freed, problems, silent = {}, {}, []
-        for worker, answer in zip(asked, said, strict=True):
-            if isinstance(answer, TimeoutError):
-                silent.append(worker)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                freed[worker] = answer.freed
-                if answer.problem:
-                    problems[worker] = answer.problem
-        return json_page({"freed": freed, "problems": problems, "silent": silent})
-
-    async def _forget(self, tenant: str) -> Page:
-        """POST: nothing that a tenant has cached so far is found again, by any later request. Then the
-        workers remove it: what each has removed in the first seconds, by tier, and what is still in use;
-        `silent` are those that did not answer in time, and `told` is false while other routers may not know
-        of it. Pages that are public stay, also those that the tenant has computed, too."""
-        if len(tenant) > _LONGEST_TENANT:
-            raise InvalidRequest(f"a tenant's name has at most {_LONGEST_TENANT} characters", "tenant")
-        generation = await self.membership.tenants.forget(tenant)
-        asked = self._mailboxes()
-        told, *said = await asyncio.gather(
-            self.membership.tenants.told(tenant, _FORGET_TIMEOUT_S),
-            *(self.inspections.forget(to, tenant, generation, _FORGET_TIMEOUT_S) for to in asked.values()),
-            return_exceptions=True,
-        )
-        workers, silent = {}, []
-        for worker, answer in zip(asked, said, strict=True):
-            if isinstance(answer, TenantForgotten):
-                workers[worker] = {
-                    "nodes": answer.nodes,
-                    "removed": answer.removed,
-                    "locked_pages": answer.locked_pages,
-                    "unfinished": answer.unfinished,
-                    "problem": answer.problem,
-                }
-            elif isinstance(answer, TimeoutError):
-                silent.append(worker)
-            elif isinstance(answer, BaseException):
-                raise answer
-        answer = {"tenant": tenant, "generation": generation.revision, "told": told is True}
-        return json_page({**answer, "workers": workers, "silent": silent})
-
-    def _mailboxes(self, worker: str | None = None) -> dict[str, str]:
-        """The mailboxes of all workers, or of the one that is given, by id. Raises InvalidRequest."""
-        found = {record.id: record.mailbox for record in self.membership.workers}
-        if worker is None:
-            return found
-        if worker not in found:
-            there = ", ".join(sorted(found)) or "none"
-            raise InvalidRequest(f"no worker is called {worker!r}; there are: {there}", "worker")
-        return {worker: found[worker]}
-
-
-def _weight(version: str, given: str) -> float:
-    try:
-        weight = float(given)
-    except ValueError:
-        weight = math.nan
-    if not 0 <= weight <= MOST_WEIGHT:
-        raise InvalidRequest(
-            f"the weight of version {version!r} is {given!r}, not a number from 0 to {MOST_WEIGHT:g}", version
-        )
-    return weight
 
 
 def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | None:

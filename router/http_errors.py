@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import (
+    Aborted,
     BatonError,
     BodyTooLarge,
     ContextTooLong,
@@ -44,6 +45,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (LateBody, 408, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
+    (Aborted, 410, "server_error", "aborted"),  # clients send no 410 again
     (RequestFailed, 500, "server_error", "request_failed"),
     (Interrupted, 503, "service_unavailable", "resume"),
     (BatonError, 503, "service_unavailable", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from common.errors import InvalidRequest
 from router.directory.client import DirectoryClient
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
@@ -68,6 +69,16 @@ class Membership:
     def ready(self) -> bool:
         """A decode worker of any model that takes new work and is not suspected is there."""
         return any(version.serving for version in self._models.versions())
+
+    def mailboxes(self, worker: str | None = None) -> dict[str, str]:
+        """The mailboxes of all workers, or of the one that is given, by id. Raises InvalidRequest."""
+        found = {record.id: record.mailbox for record in self.workers}
+        if worker is None:
+            return found
+        if worker not in found:
+            there = ", ".join(sorted(found)) or "none"
+            raise InvalidRequest(f"no worker is called {worker!r}; there are: {there}", "worker")
+        return {worker: found[worker]}
 
     def decode_workers(self, model: str) -> list[WorkerRecord]:
         """A model's decode workers that are not suspected, also those that take no new work."""

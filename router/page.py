@@ -9,7 +9,7 @@ import msgspec
 JSON = "application/json"
 CHANGE = "POST "
 """What the target of a page begins with that changes something: it is followed by the path and its query."""
-CHANGES = frozenset({"/admin/weights", "/admin/cache/clear"})
+CHANGES = frozenset({"/admin/weights", "/admin/cache/clear", "/admin/requests/abort"})
 """Paths that take POST; so do those of `forgotten_tenant`."""
 _TENANT, _FORGET = "/admin/tenants/", "/forget"
 

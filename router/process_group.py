@@ -38,6 +38,7 @@ _ROOMS = "rooms"
 _HOLDS = "leases"
 _SUSPICIONS = "suspicions"
 _REQUESTS = "requests"
+_ABORT = "abort "  # and a request id; none: all requests
 _PAGE = "page "  # and its path and query
 _NEWEST_REQUESTS = 50  # of each process
 _PAGE_TIMEOUT_S = 15.0  # longer than a page waits for a worker
@@ -49,13 +50,19 @@ async def _no_page(target: str) -> Page:
     return json_page(error_body(f"{target} is not here", "invalid_request_error"), 404)
 
 
+def _none_to_abort(_: str | None) -> list[str]:
+    return []
+
+
 class OwnLists(NamedTuple):
-    """What one process has to list. Each call makes a new list. `page` opens an admin page."""
+    """What one process has to list. Each call makes a new list. `page` opens an admin page. `abort` ends
+    the requests of an id, or all, and lists them."""
 
     rooms: Callable[[], list[RoomReport]] = list
     holds: Callable[[], list[Hold]] = list
     suspicions: Callable[[], list[SuspicionReport]] = list
     page: Callable[[str], Awaitable[Page]] = _no_page
+    abort: Callable[[str | None], list[str]] = _none_to_abort
 
 
 class ProcessGroup:
@@ -138,6 +145,12 @@ class ProcessGroup:
         found = await self._listed(_REQUESTS, self._traces.newest(_NEWEST_REQUESTS), RequestSummary)
         return sorted(found, key=lambda one: -one.arrived_ns)[:_NEWEST_REQUESTS]
 
+    async def abort(self, request_id: str | None) -> list[str]:
+        """End the requests of an id, or all, in every process. Returns their ids. Raises Unavailable, see
+        `metrics`."""
+        own = [] if self._first is not None else self._own.abort(request_id)
+        return sorted(await self._listed(_ABORT + (request_id or ""), own, str))
+
     async def page(self, target: str) -> Page:
         """The admin page at a path with its query, as another process shows it. Each is asked in turn. One
         that makes a change tells the others, through the directory.
@@ -173,6 +186,10 @@ class ProcessGroup:
         elif question.what.startswith(_PAGE):
             page = await self._own.page(question.what.removeprefix(_PAGE))
             found = msgspec.json.encode(page)
+        elif question.what.startswith(_ABORT):
+            ended = question.what.removeprefix(_ABORT) or None
+            alone = self._first is not None
+            found = msgspec.json.encode(self._own.abort(ended) if alone else await self.abort(ended))
         elif question.what in (_ROOMS, _HOLDS, _SUSPICIONS, _REQUESTS):
             found = msgspec.json.encode(await self._list_of(question.what))
         elif self._first is not None:

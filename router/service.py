@@ -13,6 +13,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry
 
 from common.errors import Interrupted, InvalidRequest, ModelNotFound
+from router.admin_changes import AdminChanges
 from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
@@ -44,7 +45,7 @@ from router.shared_tenants import SharedTenants
 from router.streams.assignments import Assignment, version_gone, version_key
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
-from router.streams.dispatcher import Dispatcher, OpenRooms
+from router.streams.dispatcher import Dispatcher, OpenRooms, abort_requests
 from router.streams.generation import Answer, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
 from router.streams.large_answers import LargeAnswers
@@ -152,19 +153,15 @@ class Router:
             lambda: self._own_holds(time.monotonic()),
             lambda: known.suspicions.report(self.mailbox_address),
             lambda target: self.pages.open(target),
+            partial(abort_requests, rooms),
         )
         self._processes = ProcessGroup(
             registry, traces, send, self._inspections, own, first_process, compat=options.metrics_compat
         )
+        asked = known, self._processes, self._inspections
+        changes = AdminChanges(self.model, tuple(self.models), *asked)
         self.pages = AdminPages(
-            options.policy,
-            self.model,
-            self._versions,
-            index,
-            self._events.unsure,
-            known,
-            self._processes,
-            self._inspections,
+            options.policy, self.model, self._versions, index, self._events.unsure, *asked, changes
         )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from common.errors import Aborted
 from router.metrics import RoomMetrics
 from router.options import RouterOptions
 from router.placement.models import Models
@@ -311,6 +312,15 @@ class Dispatcher:
             self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "prefill"))
             if not self.moves.on_rejected(sender, message, now):
                 room.on_rejected(sender, message, now)
+
+
+def abort_requests(dispatcher: Dispatcher, request_id: str | None) -> list[str]:
+    """End the requests of this id, or all, with an error. Returns their ids."""
+    rooms = [*dispatcher.waiting.values(), *dispatcher.rooms.values()]
+    found = [room for room in rooms if request_id in (None, room.request.request_id)]
+    for room in found:
+        room.fail(Aborted("an operator has ended this request"))
+    return sorted({room.request.request_id for room in found})
 
 
 def _is_served_by(room: RoomStream, moves: RoomMoves, mailbox: str) -> bool:

@@ -50,9 +50,16 @@ class Process:
             lambda: [*self.rooms],
             lambda: [Hold(holder, "room", "client of r", 1)],
             lambda: [SuspicionReport(address, "d", 1, SuspicionCause.EXITED, 2.0, 3.0, None)],
+            abort=self.abort,
         )
         self.group = ProcessGroup(registry, self.traces, send, self.inspections, own, first, *timeouts)
         post[address] = take
+
+    def abort(self, request_id: str | None) -> list[str]:
+        """The requests that it has are its rooms."""
+        found = [room.request_id for room in self.rooms if request_id in (None, room.request_id)]
+        self.rooms = [room for room in self.rooms if room.request_id not in found]
+        return found
 
     async def aborts(self) -> float:
         lines = (await self.group.metrics()).decode().splitlines()
@@ -92,6 +99,22 @@ def test_each_answers_for_all() -> None:
             suspicions = await process.group.suspicions()
             assert sorted(one.router for one in suspicions) == ["0", "1", "2"]
             assert {one.cause for one in suspicions} == {SuspicionCause.EXITED}
+
+    asyncio.run(run())
+
+
+def test_requests_of_all_processes_are_ended_through_any() -> None:
+    async def run() -> None:
+        _, processes = three()
+        for process in processes:
+            for number, process_ in enumerate(processes):
+                request_id = f"r{number}"
+                process_.rooms = [
+                    RoomReport(room=1, request_id=request_id, epoch=0, tokens=0, why="", workers=[])
+                ]
+            assert await process.group.abort("r1") == ["r1"]
+            assert await process.group.abort("r1") == []
+            assert await process.group.abort(None) == ["r0", "r2"]
 
     asyncio.run(run())
 
