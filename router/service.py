@@ -13,6 +13,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry
 
 from common.errors import Interrupted, InvalidRequest, ModelNotFound
+from common.tenant_labels import TenantLabels
 from router.admin_changes import AdminChanges
 from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
@@ -102,16 +103,7 @@ class Router:
         self._versions = Models(weights, partial(_make_version, options, index, self._on_assigned))
         self._long_texts = LongTexts()
         shared_tenants = SharedTenants(options.tenant_generations)
-        self.models = {
-            (name := one.served_model_name): Model.load(
-                one,
-                RoomRequests(name, secret, shared_tenants.generation),
-                self._versions.by_name[name],
-                self._long_texts,
-                options.public_prefixes,
-            )
-            for one in options.served
-        }
+        self.models = _load_models(options, shared_tenants, self._versions, self._long_texts)
         self.private_hook = PrivatePromptHook(
             options.private_prompt_hook, options.private_prompt_hook_s, registry
         )
@@ -121,33 +113,21 @@ class Router:
         self._mailbox = LoopMailbox(
             options.interface, curve, self._on_mail, self._on_peer, options.ports.of("mailboxes")
         )
-        OwnCounts(registry, self.keys, self._mailbox)
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
         self._unanswered = Unanswered(self._mailbox.send)
         send = self._unanswered.send
         self._inspections = Inspections(send)
         self._events = EventPlane(index, curve)
-        EventMetrics(registry, self._events.counters)
         metrics = RoomMetrics(registry, tenants)
         self._dispatcher = rooms = Dispatcher(options, self._versions, traces, metrics, send)
         self._claims = Claims(rooms, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
-            options,
-            self._mailbox,
-            self._versions,
-            self._events,
-            rooms,
-            self._unanswered,
-            admin_url,
+            options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url,
             shared_tenants,
-        )
+        )  # fmt: skip
         self.responses = KeptResponses(options, self._mailbox.send, lambda: known.peers.others)
-        SuspicionMetrics(registry, known.suspicions)
-        WorkerMetrics(registry, lambda: known.workers, tenants)
-        VersionMetrics(registry, self._versions)
-        levels = rooms.rooms, rooms.waiting, known.peers, index, self.responses
-        LevelMetrics(registry, *levels, lambda: known.workers)
+        self._register_levels(index, tenants)
         own = OwnLists(
             lambda: rooms.report(time.monotonic()),
             lambda: self._own_holds(time.monotonic()),
@@ -165,6 +145,17 @@ class Router:
         )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
+
+    def _register_levels(self, index: GlobalIndex, tenants: TenantLabels) -> None:
+        """Metrics that are read off when somebody asks for them."""
+        registry, rooms, known = self.registry, self._dispatcher, self.membership
+        OwnCounts(registry, self.keys, self._mailbox)
+        EventMetrics(registry, self._events.counters)
+        SuspicionMetrics(registry, known.suspicions)
+        WorkerMetrics(registry, lambda: known.workers, tenants)
+        VersionMetrics(registry, self._versions)
+        levels = rooms.rooms, rooms.waiting, known.peers, index, self.responses
+        LevelMetrics(registry, *levels, lambda: known.workers)
 
     @property
     def healthy(self) -> bool:
@@ -357,6 +348,22 @@ class Router:
             self._inspections.answer(mail.message)
         elif isinstance(mail.message, Inspect):
             self._processes.answer(mail.sender, mail.message)
+
+
+def _load_models(
+    options: RouterOptions, tenants: SharedTenants, versions: Models, long_texts: LongTexts
+) -> dict[str, Model]:
+    secret = options.secret()
+    return {
+        (name := one.served_model_name): Model.load(
+            one,
+            RoomRequests(name, secret, tenants.generation),
+            versions.by_name[name],
+            long_texts,
+            options.public_prefixes,
+        )
+        for one in options.served
+    }
 
 
 def _make_version(
