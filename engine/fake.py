@@ -133,7 +133,7 @@ def fake_generate(
 class FakeEngine:
     """An Engine (engine/batch.py) over the pools of `fake_spec`'s groups, given by name.
 
-    The only sampling parameter that has an effect is `top_logprobs`; the log-probabilities are made up but
+    The only sampling parameters that have an effect are those of log-probabilities, which are made up but
     deterministic.
     """
 
@@ -254,7 +254,8 @@ class FakeEngine:
         if count is None:
             return None
         vocab = self.spec.vocab_size
-        return TokenLogprobs(-0.5, [((token + k) % vocab, -0.5 - k) for k in range(count)])
+        named = [(one, -one / vocab) for one in state.params.logprob_token_ids]
+        return TokenLogprobs(-0.5, [((token + k) % vocab, -0.5 - k) for k in range(count)] + named)
 
 
 def _hidden_sum(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

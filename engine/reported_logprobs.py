@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ class ReportedLogprobs:
         self._counts = [state.params.top_logprobs or 0 for state in states]
         # As many for every batch: which of equal ones are among the best depends on how many are sought.
         self._best = min(MOST_TOP_LOGPROBS, vocab_size) if any(self._counts) else 0
+        self._named = [state.params.logprob_token_ids for state in states]
+        self._most_named = max(map(len, self._named), default=0)
+        self._named_index: torch.Tensor | None = None
+        if self._most_named:
+            index = np.zeros((len(states), self._most_named), dtype=np.int64)
+            for row, named in zip(index, self._named, strict=True):
+                row[: len(named)] = named
+            self._named_index = to_device(index)
 
     def compute(self, logits: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
         """Of a batch's logits [N, vocab] and tokens int64 [N]: int32 parts for `read`, flat."""
@@ -34,19 +42,27 @@ class ReportedLogprobs:
         if self._best:
             values, ids = logprobs.topk(self._best)
             parts += [values.view(torch.int32).flatten(), ids.to(torch.int32).flatten()]
+        if self._named_index is not None:
+            parts.append(logprobs.gather(1, self._named_index).view(torch.int32).flatten())
         return parts
 
     def read(self, packed: npt.NDArray[np.int32], into: list[TokenLogprobs | None]) -> npt.NDArray[np.int32]:
         """Set what the head of `packed` says of the rows. Returns the rest."""
-        n, best = len(self._rows), self._best
-        chosen = packed[:n].view(np.float32).tolist()
-        packed = packed[n:]
-        if not best:
-            for row, logprob in zip(self._rows, chosen, strict=True):
-                into[row] = TokenLogprobs(logprob, [])
-            return packed
-        values = packed[: n * best].view(np.float32).reshape(n, best).tolist()
-        ids = packed[n * best : 2 * n * best].reshape(n, best).tolist()
-        for row, logprob, count, top, of in zip(self._rows, chosen, self._counts, ids, values, strict=True):
-            into[row] = TokenLogprobs(logprob, list(zip(top[:count], of[:count], strict=True)))
-        return packed[2 * n * best :]
+        n, best, most_named = len(self._rows), self._best, self._most_named
+        ends = np.cumsum([n, n * best, n * best, n * most_named])
+        chosen, values, ids, of_named, rest = np.split(packed, ends)
+        tops = self._tops(values.view(np.float32).reshape(n, best), ids.reshape(n, best))
+        named = of_named.view(np.float32).reshape(n, most_named).tolist()
+        rows = zip(self._rows, chosen.view(np.float32).tolist(), tops, self._named, named, strict=True)
+        for row, logprob, top, of, logprobs in rows:
+            into[row] = TokenLogprobs(
+                logprob, [*top, *zip(of, logprobs, strict=False)]
+            )  # the rest is padding
+        return rest
+
+    def _tops(
+        self, values: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]
+    ) -> Iterator[list[tuple[int, float]]]:
+        """Of each row as many of the best as it asks for."""
+        for count, top, of in zip(self._counts, ids.tolist(), values.tolist(), strict=True):
+            yield list(zip(top[:count], of[:count], strict=True))

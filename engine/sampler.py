@@ -160,7 +160,8 @@ class Sampler:
             )
             for part in self._split(chosen)
         ]
-        reported = [i for i, state in enumerate(states) if state.params.top_logprobs is not None]
+        asking = [i for i, state in enumerate(states) if state.params.top_logprobs is not None]
+        reported = [i for i in asking if i not in self._broken]
         self._reports = [
             ReportedLogprobs(part, [states[i] for i in part], self._vocab_size, self._to_device)
             for part in self._split(reported)
@@ -173,6 +174,7 @@ class Sampler:
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
             ("a stop token", state.banned),
+            ("logprob_token_ids", params.logprob_token_ids),
         ):
             if any(not 0 <= token < self._vocab_size for token in ids):
                 return f"{name} is outside the vocabulary"

@@ -66,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
     top_logprobs: Natural | None = None  # None: no logprobs; k: the chosen token's and the k best
-    prompt_logprobs: Natural | None = None  # the same for the prompt's tokens
+    logprob_token_ids: tuple[Natural, ...] = ()  # are told behind the k best, in this order
+    prompt_logprobs: Natural | None = None  # as top_logprobs, for the prompt's tokens
     grammar: Grammar | None = None
     pooling: Pooling | None = None  # None: no vector of the prompt is told
     thoughts: ThoughtLimit | None = None  # None: the model ends its thoughts

@@ -25,6 +25,8 @@ PENALTY = ParamRange(-2.0, 2.0)  # presence_penalty and frequency_penalty, as in
 REPETITION_PENALTY = ParamRange(0.01, 100.0)  # logits are multiplied or divided by it
 LOGIT_BIAS = ParamRange(-100.0, 100.0)  # as in OpenAI's API
 MOST_TOP_LOGPROBS = 20
+MOST_LOGPROB_TOKENS = 128
+"""Named ones, which have log-probabilities at each output token."""
 MOST_TAG_TOKENS = 64
 """Of a tag around thoughts."""
 MOST_BAD_WORDS = 256
@@ -57,6 +59,9 @@ def check_sampling(params: SamplingParams) -> None:
     _check("bad_words", len(params.bad_words), ParamRange(0, MOST_BAD_WORDS))
     for word in params.bad_words:
         _check("bad_words", len(word), ParamRange(1, MOST_WORD_TOKENS))
+    _check("logprob_token_ids", len(params.logprob_token_ids), ParamRange(0, MOST_LOGPROB_TOKENS))
+    if params.logprob_token_ids and params.top_logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs log-probabilities of the output", "logprob_token_ids")
     for name in ("top_logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None:

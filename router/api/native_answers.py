@@ -15,7 +15,7 @@ from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
 from router.streams.generation import ChoiceCounts, Generation, Submission
-from wire.request import FinishReason, OutputDelta, TokenLogprobs
+from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 
 _MOST_REPEATED = 1 << 18
 """Bytes of a stream's events that wait for its client; with more, those that others repeat are dropped."""
@@ -25,22 +25,30 @@ class OutputLogprobs:
     """The log-probabilities of a choice's output, as JSON that each event of a stream repeats: a token's are
     encoded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: SamplingParams) -> None:
+        """`sampling` says which were asked for."""
+        self._count = sampling.top_logprobs or 0
+        self._has_named = bool(sampling.logprob_token_ids)
         self._chosen = bytearray()
         self._best = bytearray()
+        self._named = bytearray()
 
     def add(self, delta: OutputDelta) -> None:
         """Add those of a delta, if they were asked for."""
         if delta.logprobs is None:
             return
         for token, entry in zip(delta.tokens, delta.logprobs, strict=True):
-            best = [[logprob, other, None] for other, logprob in entry.top]
+            others = [[logprob, other, None] for other, logprob in entry.top]
             self._chosen += msgspec.json.encode([entry.logprob, token, None]) + b","
-            self._best += msgspec.json.encode(best) + b","
+            self._best += msgspec.json.encode(others[: self._count]) + b","
+            if self._has_named:
+                self._named += msgspec.json.encode(others[self._count :]) + b","
 
     def told(self) -> dict[str, msgspec.Raw]:
         """All, by their names in an answer."""
         lists = {"output_token_logprobs": self._chosen, "output_top_logprobs": self._best}
+        if self._has_named:
+            lists["output_token_ids_logprobs"] = self._named
         return {name: msgspec.Raw(b"[" + entries[:-1] + b"]") for name, entries in lists.items()}
 
 
@@ -57,7 +65,7 @@ class NativeEvents(EventQueue):
         self._ids = ids
         self.waiting = ids.waiting
         self._collection = Collection(submission.choice_count)
-        self._logprobs = [OutputLogprobs() for _ in self._collection.choices]
+        self._logprobs = [OutputLogprobs(submission.sampling) for _ in self._collection.choices]
         self._newest: dict[int, int] = {}  # choice -> where in `events` its newest is
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:

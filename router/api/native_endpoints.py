@@ -27,6 +27,7 @@ from router.api.request_body import (
     SamplingBody,
     Text,
     Texts,
+    TokenId,
     TokenLists,
     Tokens,
     parse,
@@ -35,7 +36,7 @@ from router.api.tool_fields import Tools
 from router.service import Router
 from router.streams.generation import Submission
 from wire.request import OutputDelta
-from wire.sampling_ranges import MOST_TOP_LOGPROBS
+from wire.sampling_ranges import MOST_LOGPROB_TOKENS, MOST_TOP_LOGPROBS
 
 
 class NativeSampling(SamplingBody):
@@ -54,6 +55,10 @@ class GenerateBody(RequestBody):
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
+    token_ids_logprob: list[TokenId] = Field(
+        default_factory=list, max_length=MOST_LOGPROB_TOKENS, fail_fast=True,
+        description="with return_logprob: tokens whose log-probabilities are told for each output token, too",
+    )  # fmt: skip
     logprob_start_len: int = Field(
         -1, ge=-1, lt=2**31,
         description="with return_logprob: those of the prompt's tokens from this one on, too; -1: none",
@@ -98,6 +103,10 @@ async def generate(router: Router, request: HttpRequest) -> None:
         model.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
     sampling = params.sampling(params.max_new_tokens, top, model, grammar)
+    if body.token_ids_logprob:
+        if not body.return_logprob:
+            raise InvalidRequest("token_ids_logprob needs return_logprob=true", "token_ids_logprob")
+        sampling = replace(sampling, logprob_token_ids=tuple(body.token_ids_logprob))
     if body.logprob_start_len >= 0:
         sampling = replace(sampling, prompt_logprobs=top)
     if body.stream and sampling.prompt_logprobs is not None:
@@ -123,7 +132,7 @@ async def _whole(
         def write() -> bytes:
             answers = []
             for counts, collected in zip(generation.choices, collection.choices, strict=True):
-                logprobs = OutputLogprobs()
+                logprobs = OutputLogprobs(submission.sampling)
                 logprobs.add(OutputDelta(collected.tokens, collected.logprobs or None))
                 answer = answer_of(submission, counts, collected, logprobs, scored_from)
                 answers.append(msgspec.Raw(msgspec.json.encode(answer)))

@@ -72,9 +72,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_all("adapters are not served", _NOTHING, "lora_path", "lora_id"),
     **_all("conversations are not kept", _NOTHING, "session_params"),
     **_all("there is no corpus of n-grams", (), "ngram_corpus_id"),
-    **_all(
-        "log-probabilities are those of the best tokens", _NOTHING, "logprob_token_ids", "token_ids_logprob"
-    ),
+    **_all("log-probabilities are those of the best tokens", _NOTHING, "logprob_token_ids"),
     **_all("a prompt is text or token ids", (), "prompt_embeds", "input_embeds"),
     **_all("only text is taken", _NOTHING, "image_data", "audio_data", "video_data"),
     **_all("only text is answered", (["text"],), "modalities"),

@@ -6,6 +6,7 @@ However the prompt is cut into chunks, whatever of it is cached, and beside othe
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,52 @@ def test_the_other_forms(served: tuple[Stack, Path]) -> None:
     found = [logprob for logprob, *_ in meta["input_token_logprobs"]]
     np.testing.assert_allclose(found, chosen[9:], atol=CLOSE)
     assert len(meta["input_top_logprobs"]) == 30
+
+
+def test_named_tokens_have_log_probabilities_at_each_output_token(served: tuple[Stack, Path]) -> None:
+    running, model = served
+    prompt, named = prompt_of(8, 40), [7, 250, 7, 3]
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    native = {
+        "input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2,
+        "token_ids_logprob": named,
+    }  # fmt: skip
+    answer = post(running, "/generate", native)
+    meta, outputs = answer["meta_info"], answer["output_ids"]
+    want = logprobs_of(model, (*prompt, *outputs[:-1]))[len(prompt) - 1 :]
+    for of_named, best, expected in zip(
+        meta["output_token_ids_logprobs"], meta["output_top_logprobs"], want, strict=True
+    ):
+        assert [token for _, token, _ in of_named] == named
+        np.testing.assert_allclose([one for one, *_ in of_named], expected[named].numpy(), atol=CLOSE)
+        np.testing.assert_allclose([one for one, *_ in best], expected.topk(2).values.numpy(), atol=CLOSE)
+    body = {
+        "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 2,
+        "logprob_token_ids": named, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    (choice,) = post(running, "/v1/completions", body)["choices"]
+    for token, top, expected in zip(outputs, choice["logprobs"]["top_logprobs"], want, strict=True):
+        assert list(top) == [f"token_id:{one}" for one in dict.fromkeys([*named, token])]
+        np.testing.assert_allclose(list(top.values())[:3], expected[[7, 250, 3]].numpy(), atol=CLOSE)
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0,
+        "logprobs": True, "logprob_token_ids": named, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "top_logprobs": 5,
+    }  # fmt: skip
+    told = post(running, "/v1/chat/completions", chat)
+    (choice,) = told["choices"]
+    tokens = (*told["prompt_token_ids"], *choice["token_ids"])
+    want = logprobs_of(model, tokens[:-1])[len(told["prompt_token_ids"]) - 1 :]
+    entries = choice["logprobs"]["content"]
+    for token, entry, expected in zip(choice["token_ids"], entries, want, strict=True):
+        ids = [*dict.fromkeys([*named, token])]
+        assert [one["token"] for one in entry["top_logprobs"]] == [f"token_id:{one}" for one in ids]
+        found = [one["logprob"] for one in entry["top_logprobs"]]
+        np.testing.assert_allclose(found, expected[ids].numpy(), atol=CLOSE)
+    streamed = running.http.post("/v1/chat/completions", json={**chat, "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    parts = [c["logprobs"]["content"] for chunk in chunks for c in chunk["choices"] if c.get("logprobs")]
+    assert [entry for part in parts for entry in part] == entries
 
 
 def test_vectors_of_prompts(served: tuple[Stack, Path]) -> None:

@@ -336,6 +336,37 @@ def test_reported_log_probabilities_are_those_before_any_step(temperature: float
     assert logprobs.top == list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
+def test_log_probabilities_of_named_tokens_stand_behind_the_best() -> None:
+    asked = [(2, (9, 3, 9)), (0, (VOCAB - 1,)), (3, ()), (None, ()), (0, ())]
+    rows = [
+        row_of(
+            SamplingParams(temperature=0.0, logit_bias={9: -5.0}, top_logprobs=best, logprob_token_ids=named)
+        )
+        for best, named in asked
+    ]
+    logits = torch.stack([some_logits(seed) for seed in range(len(rows))])
+    for told, (best, named), expected in zip(
+        sample(logits, *rows).logprobs, asked, logits.log_softmax(-1), strict=True
+    ):
+        if best is None:
+            assert told is None
+            continue
+        assert told is not None
+        values, ids = expected.topk(best)
+        of_best = list(zip(ids.tolist(), values.tolist(), strict=True))
+        assert told.top == of_best + [(one, float(expected[one])) for one in named]
+
+
+def test_a_named_token_outside_the_vocabulary_fails_its_row_alone() -> None:
+    wrong = row_of(SamplingParams(top_logprobs=0, logprob_token_ids=(5, VOCAB)))
+    fine = row_of(SamplingParams(temperature=0.0, top_logprobs=0, logprob_token_ids=(5,)))
+    logits = torch.stack([some_logits(0), some_logits(1)])
+    sampled = sample(logits, wrong, fine)
+    assert sampled.failures == {0: "logprob_token_ids is outside the vocabulary"}
+    assert sampled.logprobs[1] is not None
+    assert sampled.logprobs[1].top == [(5, float(logits[1].log_softmax(-1)[5]))]
+
+
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**63),

@@ -34,7 +34,7 @@ class Style:
     after: bytes  # between the text and the value of "logprobs"
 
     def __init__(self, detokenizers: DetokenizerFactory, shown: Shown) -> None:
-        self._names = TokenNames(detokenizers, shown.ids_as_names)
+        self._names = TokenNames(detokenizers, shown.ids_as_names, shown.named_tokens)
         self.shown = shown
 
     def choice(

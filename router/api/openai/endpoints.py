@@ -33,14 +33,17 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     prompt = await model.encode_chat(chat, body.is_cut)
     prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
-    top = (body.top_logprobs or 0) if body.logprobs else None
+    top = body.best_told((body.top_logprobs or 0) if body.logprobs else None)
     calls = body.calls_wanted(tools, wanted is not None)
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, chat.continued))
     sampling = body.sampling(length, top, model, grammar)
     thoughts = None
     if (budget := body.thinking_token_budget) is not None and budget >= 0:
         thoughts = model.thought_limit(prompt, budget, length, chat.continued)
-    sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs, thoughts=thoughts)
+    sampling = replace(
+        sampling, prompt_logprobs=body.prompt_logprobs, thoughts=thoughts,
+        logprob_token_ids=tuple(body.logprob_token_ids),
+    )  # fmt: skip
     schemas = None if tools is None else tool_schemas(tools)
     parsing = model.parsing(
         prompt, schemas, body.separate_reasoning, not body.skip_special_tokens, body.are_required,
@@ -66,8 +69,9 @@ async def completions(router: Router, request: HttpRequest) -> None:
     prompts = [body.cut(prompt, model.versions.context_limit, length) for prompt in prompts]
     for prompt in prompts:
         model.room_for(prompt, length, "prompt")
-    sampling = body.sampling(length, body.logprobs, model, grammar)
-    sampling = replace(sampling, prompt_logprobs=body.scored)
+    sampling = body.sampling(length, body.best_told(body.logprobs), model, grammar)
+    named = tuple(body.logprob_token_ids)
+    sampling = replace(sampling, prompt_logprobs=body.scored, logprob_token_ids=named)
     echoed = _texts(model, body, prompts) if body.echo else None
     shown = body.shown(body.logprobs is not None)
     style = CompletionStyle(model.tokenization.detokenizers, shown, echoed, body.max_tokens > 0)

@@ -12,10 +12,20 @@ from wire.request import TokenLogprobs
 class TokenNames:
     """How log-probabilities name tokens."""
 
-    def __init__(self, detokenizers: DetokenizerFactory, as_ids: bool) -> None:
-        """`as_ids`: "token_id:5", as vLLM's return_tokens_as_token_ids; else by the token's text."""
+    def __init__(self, detokenizers: DetokenizerFactory, as_ids: bool, with_chosen: bool = False) -> None:
+        """`as_ids`: "token_id:5", as vLLM's return_tokens_as_token_ids; else by the token's text.
+        `with_chosen`: the chosen token is among the others of a chat, as vLLM has it where a request names
+        them."""
         self.bytes_of = detokenizers.token_bytes
         self.as_ids = as_ids
+        self._with_chosen = with_chosen
+
+    def beside(self, token: int, entry: TokenLogprobs) -> list[dict[str, Any]]:
+        """The other tokens at a place of a chat."""
+        others = dict(entry.top)
+        if self._with_chosen:
+            others.setdefault(token, entry.logprob)
+        return [self.of_chat(other, logprob) for other, logprob in others.items()]
 
     def of_chat(self, token: int, logprob: float) -> dict[str, Any]:
         """An entry of a chat's log-probabilities."""
@@ -40,7 +50,7 @@ def chat_logprobs(names: TokenNames, tokens: list[int], logprobs: list[TokenLogp
         "content": [
             {
                 **names.of_chat(token, entry.logprob),
-                "top_logprobs": [names.of_chat(other, logprob) for other, logprob in entry.top],
+                "top_logprobs": names.beside(token, entry),
             }
             for token, entry in zip(tokens, logprobs, strict=True)
         ],

@@ -10,9 +10,9 @@ from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, Messages
 from router.api.openai.chat_parts import PartsWanted
 from router.api.openai.shown import Shown
-from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody
+from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody, TokenId
 from router.api.tool_fields import ToolFields
-from wire.sampling_ranges import MOST_TOP_LOGPROBS
+from wire.sampling_ranges import MOST_LOGPROB_TOKENS, MOST_TOP_LOGPROBS
 
 
 class StreamOptions(BaseModel):
@@ -43,6 +43,10 @@ class OpenAIBody(RequestBody, SamplingBody):
         None, ge=0, le=MOST_TOP_LOGPROBS,
         description="log-probabilities of the prompt's tokens, which are all computed, cached or not",
     )  # fmt: skip
+    logprob_token_ids: list[TokenId] = Field(
+        default_factory=list, max_length=MOST_LOGPROB_TOKENS, fail_fast=True,
+        description="with logprobs: the tokens whose log-probabilities are told, in place of the best ones",
+    )  # fmt: skip
     return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:N")
 
@@ -64,8 +68,12 @@ class OpenAIBody(RequestBody, SamplingBody):
         running = usage and options.continuous_usage_stats is True
         return Shown(
             logprobs, usage, running, self.return_token_ids, self.prompt_logprobs,
-            self.return_tokens_as_token_ids,
+            self.return_tokens_as_token_ids, bool(self.logprob_token_ids),
         )  # fmt: skip
+
+    def best_told(self, asked: int | None) -> int | None:
+        """How many of the best tokens are told at each place; None: there are no log-probabilities."""
+        return 0 if self.logprob_token_ids else asked
 
     @property
     def is_cut(self) -> bool:
@@ -99,6 +107,10 @@ class CompletionBody(OpenAIBody):
             raise InvalidRequest("best_of other than n is not supported", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 tokens are an answer with echo only", "max_tokens")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
+        if self.logprob_token_ids and not self.max_tokens:
+            raise InvalidRequest("logprob_token_ids needs an output", "logprob_token_ids")
         if self.stream and (self.scored is not None or not self.max_tokens):
             raise InvalidRequest(
                 "a prompt's log-probabilities, and a prompt alone, are not streamed", "stream"
@@ -134,6 +146,8 @@ class ChatBody(OpenAIBody, ToolFields, ChatFields):
             raise InvalidRequest("a prompt's log-probabilities are not streamed", "prompt_logprobs")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs=true", "logprob_token_ids")
         return self
 
     def parts_wanted(self) -> PartsWanted:

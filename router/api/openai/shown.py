@@ -15,6 +15,7 @@ class Shown:
     token_ids: bool = False  # of prompt and output
     prompt_logprobs: int | None = None  # a list of its own, in vLLM's form, with so many of the best tokens
     ids_as_names: bool = False  # log-probabilities name a token "token_id:5"
+    named_tokens: bool = False  # log-probabilities are of tokens that the request names
 
     @property
     def form(self) -> str:
@@ -24,5 +25,6 @@ class Shown:
             "+running": self.running_usage,
             "+ids": self.token_ids,
             "+names": self.ids_as_names,
+            "+named": self.named_tokens,
         }
         return "".join(name for name, wished in wishes.items() if wished)

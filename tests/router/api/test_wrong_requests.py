@@ -90,8 +90,16 @@ def test_a_logit_bias_is_numbers_of_tokens(router: RouterProcess, path: str) -> 
         (COMPLETIONS, {"logprobs": -2}, "logprobs"),
         (COMPLETIONS, {"logprobs": "many"}, "logprobs"),
         (RESPONSES, {"top_logprobs": -1}, "top_logprobs"),
+        (CHATS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [1], "echo": True, "max_tokens": 0},
+         "logprob_token_ids"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [-1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [1] * 129}, "logprob_token_ids"),
+        (CHATS, {"logprobs": True, "logprob_token_ids": ["a"]}, "logprob_token_ids"),
+        (RESPONSES, {"top_logprobs": 1, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ],
-)
+)  # fmt: skip
 def test_log_probabilities_are_of_a_few_tokens(
     router: RouterProcess, path: str, fields: dict[str, Any], param: str
 ) -> None:
