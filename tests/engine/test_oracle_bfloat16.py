@@ -99,14 +99,19 @@ def yardstick_of(model: str, directory: Path) -> Yardstick:
 
 
 def cases() -> list[object]:
-    """Every model with every backend. In `make test` with two of them: the fastest, and another in turn."""
+    """Every model with every backend. In `make test` with the fastest one, and families that differ much
+    also with another in turn."""
     forms = backends()
+
+    def is_quick(i: int, j: int) -> bool:
+        return j == len(forms) - 1 or (i < len(FAMILIES) and j == i % len(forms))
+
     return [
         pytest.param(
             model,
             backend,
             id=f"{model}-{backend}",
-            marks=pytest.mark.oracle if j in (i % len(forms), len(forms) - 1) else pytest.mark.oracle_full,
+            marks=pytest.mark.oracle if is_quick(i, j) else pytest.mark.oracle_full,
         )
         for i, model in enumerate([*EVERY, "demo"])
         for j, backend in enumerate(forms)

@@ -393,13 +393,14 @@ def test_choices_seeds_and_positions_draw_differently() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Chi-squared over 10 tokens; 6000 draws at successive positions of one request."""
+    """Chi-squared over 10 tokens; 6000 draws at successive positions of ten choices of one request."""
     logits = torch.linspace(-1, 1.5, 10)
-    sampler, state = Sampler(10, CPU), SamplingState(SamplingParams(seed=12), PROMPT, ())
-    for _ in range(6000):
-        sample_states(sampler, logits[None], [state])
+    states = [SamplingState(SamplingParams(seed=12), PROMPT, (), choice) for choice in range(10)]
+    sampler = Sampler(10, CPU)
+    for _ in range(600):
+        sample_states(sampler, logits.expand(10, 10), states)
     expected = logits.double().softmax(-1).numpy() * 6000
-    counts = np.bincount(state.outputs, minlength=10)
+    counts = np.bincount([token for state in states for token in state.outputs], minlength=10)
     assert ((counts - expected) ** 2 / expected).sum() < 27.9  # 0.999 quantile, 9 degrees of freedom
 
 
