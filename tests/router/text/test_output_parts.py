@@ -174,10 +174,24 @@ CASES: list[tuple[str, str, Found]] = [
         ("", "Hm.", [F1, G]),
     ),
     ("kimi_k2", f"{K_CALL} f {K_ARGUMENTS} {F1[1]}\nthen", ("", "then", [F1])),
+    (
+        "kimi_k2",
+        f"a {K_BEGIN}{K_CALL}functions.f:5{K_ARGUMENTS}{F1[1]}{K_END}<|tool_calls_section_end|> b "
+        f"{K_BEGIN}{K_CALL}functions.g:6{K_ARGUMENTS}{{}}{K_END}<|tool_calls_section_end|> c",
+        ("", "abc", [F1, G]),
+    ),
     ("kimi_k2", f"{K_CALL}functions.a.b:c:12{K_ARGUMENTS}{{}}", ("", "", [("a.b:c", "{}")])),
     ("kimi_k2", f"{K_BEGIN} no", ("", f"{K_BEGIN} no", [])),
     ("kimi_k2", f"{K_CALL}functions.f:0{K_ARGUMENTS}[]", ("", f"{K_CALL}functions.f:0{K_ARGUMENTS}[]", [])),
     ("kimi_k2", f"{K_CALL}functions.f:0", ("", f"{K_CALL}functions.f:0", [])),
+    (
+        "kimi_k2",
+        f'a{K_CALL}0{K_ARGUMENTS} {{"n": 1, "x": 2}}{K_END}b',
+        ("", "ab", [("f", '{"n": 1, "x": 2}')]),
+    ),
+    ("kimi_k2", f'{K_CALL}0{K_ARGUMENTS}{{"x": 2}}', ("", f'{K_CALL}0{K_ARGUMENTS}{{"x": 2}}', [])),
+    ("kimi_k2", f'{K_CALL}0{K_ARGUMENTS}{{"n": 2', ("", f'{K_CALL}0{K_ARGUMENTS}{{"n": 2', [])),
+    ("kimi_k2", f"{K_CALL}0{K_ARGUMENTS}[1]", ("", f"{K_CALL}0{K_ARGUMENTS}[1]", [])),
     # In Python.
     ("pythonic", "[f(a=1), g()]", ("", "", [F1, G])),
     ("pythonic", " [ f(a = 1) ]\n", ("", "", [F1])),
@@ -648,6 +662,23 @@ def test_calls_of_kimi_keep_the_ids_that_the_model_gave_them_unless_it_gives_one
     first, second, third, last = [part.id for part in parts if isinstance(part, CallStart)]
     assert (first, second, last) == ("functions.f:3", "f:3", "g")
     assert third.startswith("call_")
+
+
+def test_a_call_of_kimi_that_has_only_a_number_is_of_the_one_tool_there_is() -> None:
+    parsing = OutputFormats("", {}, (), "kimi_k2", "none").parsing("", {"only": {}})
+    assert parsing is not None
+    parser = parsing.parser(1)
+    text = f'{K_CALL}3{K_ARGUMENTS}{{"a": 1}}{K_END}'
+    parts = joined([part for char in text for part in parser.feed(char)] + parser.end())
+    assert parts == [CallStart(0, "functions.only:3", "only"), CallArguments(0, '{"a": 1}')]
+
+
+def test_a_call_of_kimi_that_has_only_a_number_may_be_of_several_tools() -> None:
+    for tools in ({"f": SCHEMA, "h": SCHEMA}, {"f": {"properties": "no"}, "h": {}}, {}):
+        parsing = OutputFormats("", {}, (), "kimi_k2", "none").parsing("", tools)
+        assert parsing is not None
+        text = f'{K_CALL}3{K_ARGUMENTS}{{"n": 1}}{K_END}'
+        assert found(parsing.parser(1).feed(text)) == ("", text, [])
 
 
 def test_special_tokens_are_kept_for_the_parser_and_from_the_content() -> None:
