@@ -227,6 +227,19 @@ def test_a_thought_that_goes_on_is_one(scripted: Scripted) -> None:
     assert (thought["thinking"], text["text"]) == (" now.", "Yes.")
 
 
+def test_an_unfinished_text_of_a_response_goes_on(scripted: Scripted) -> None:
+    """What is kept has it as one message."""
+    scripted.output = " and Oslo."
+    begun = {"role": "assistant", "content": "Rome", "status": "incomplete"}
+    response = post(scripted, "/v1/responses", input=[USER, begun])
+    chat = Chat([USER, {"role": "assistant", "content": "Rome"}], None, False, {}, True)
+    assert prompt(scripted) == scripted._tokenization.encode_chat(chat)
+    assert response["output"][-1]["content"][0]["text"] == " and Oslo."
+    post(scripted, "/v1/responses", input=[USER], previous_response_id=response["id"])
+    whole = {"role": "assistant", "content": "Rome and Oslo."}
+    assert prompt(scripted) == scripted._tokenization.encode_chat(Chat([USER, whole, USER]))
+
+
 def test_an_empty_message(scripted: Scripted) -> None:
     """Of a model that ends at once."""
     scripted.output = ""

@@ -94,6 +94,25 @@ def test_items_become_the_messages_of_a_template(given: Any, messages: list[dict
     assert chat.add_generation_prompt
 
 
+@pytest.mark.parametrize("status", ["in_progress", "incomplete"])
+def test_the_answer_goes_on_with_an_unfinished_text(status: str) -> None:
+    unfinished = {**SAID, "status": status}
+    asked = body(input=[USER, unfinished])
+    chat = asked.make_chat([], asked.items)
+    assert chat.messages == [USER, {"role": "assistant", "content": "Hi"}]
+    assert chat.continued == "Hi"
+    assert not chat.add_generation_prompt
+    later = body(input=[USER, unfinished, SAID, USER])
+    assert later.make_chat([], later.items).messages == [USER, {"role": "assistant", "content": "HiHi"}, USER]
+    for items in (
+        [USER, {**SAID, "status": "completed"}],
+        [{**USER, "status": status}],
+        [USER, unfinished, USER],
+    ):
+        other = body(input=items)
+        assert other.make_chat([], other.items).add_generation_prompt
+
+
 def test_a_call_may_be_of_an_earlier_turn() -> None:
     before = [USER, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]
     asked = body(input=[GAVE])

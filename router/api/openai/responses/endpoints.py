@@ -40,6 +40,7 @@ async def create(router: Router, request: HttpRequest) -> None:
         body.tool_fields(),
         body.wanted_grammar(model.formats.markers),
         not body.skip_special_tokens,
+        chat.continued,
     )
     sampling = body.sampling(length, body.scored, model, grammar)
     submission = await make_submission(

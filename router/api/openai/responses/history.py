@@ -13,6 +13,7 @@ from router.api.openai.responses.items import (
     MessageItem,
     ReasoningItem,
     TextPart,
+    is_unfinished,
 )
 
 _Message = dict[str, Any]
@@ -21,7 +22,8 @@ _Message = dict[str, Any]
 def template_messages(before: Sequence[_Message], items: Sequence[Item]) -> list[_Message]:
     """The messages of `items`, which follow those of earlier turns.
 
-    Reasoning, text and calls that follow one another are one message of the model. Raises InvalidRequest for
+    Reasoning, text and calls that follow one another are one message of the model, and so are an unfinished
+    text and the next one. Raises InvalidRequest for
     the output of a call that nobody has made.
     """
     called = {
@@ -39,7 +41,7 @@ def template_messages(before: Sequence[_Message], items: Sequence[Item]) -> list
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content, "\n")})
         else:
-            _add_to_answer(messages, item, called)
+            _add_to_answer(messages, item, called, goes_on=place > 0 and is_unfinished(items[place - 1]))
     return messages
 
 
@@ -48,8 +50,12 @@ def _joined(content: str | Sequence[TextPart], between: str) -> str:
 
 
 def _add_to_answer(
-    messages: list[_Message], item: MessageItem | FunctionCallItem | ReasoningItem, called: dict[str, str]
+    messages: list[_Message],
+    item: MessageItem | FunctionCallItem | ReasoningItem,
+    called: dict[str, str],
+    goes_on: bool,
 ) -> None:
+    """`goes_on`: a text is the rest of the one before it."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if isinstance(item, FunctionCallItem):
         called[item.call_id] = item.name
@@ -64,7 +70,9 @@ def _add_to_answer(
             messages.append({"role": "assistant", "content": None, "reasoning_content": item.text})
     else:
         text = _joined(item.content, "")
-        if last is not None and last["content"] is None and "tool_calls" not in last:
+        if last is not None and goes_on:
+            last["content"] += text
+        elif last is not None and last["content"] is None and "tool_calls" not in last:
             last["content"] = text
         else:
             messages.append({"role": "assistant", "content": text})

@@ -11,6 +11,7 @@ from router.api.chat_fields import MOST_MESSAGES
 from router.api.request_body import Label, Text
 
 _MOST_PARTS = 8192
+_UNFINISHED = ("in_progress", "incomplete")
 
 
 class _Piece(BaseModel):
@@ -18,7 +19,7 @@ class _Piece(BaseModel):
 
 
 class _Item(_Piece):
-    """`id` and `status` are the server's, and change nothing."""
+    """`id` and `status` are the server's. They change nothing but what `is_unfinished` says."""
 
     id: Label | None = None
     status: Label | None = None
@@ -141,6 +142,11 @@ GivenItem = Annotated[
     BeforeValidator(_without_nulls),
 ]
 GivenItems = Annotated[list[GivenItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+def is_unfinished(item: Item) -> bool:
+    """Whether it is a text of the model that the answer goes on with, if it is the last item."""
+    return isinstance(item, MessageItem) and item.role == "assistant" and item.status in _UNFINISHED
 
 
 def told_items(told: Iterable[dict[str, Any]]) -> list[Item]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, ReasoningEffort
 from router.api.openai.responses.history import template_messages
-from router.api.openai.responses.items import GivenItem, GivenItems, Item, MessageItem
+from router.api.openai.responses.items import GivenItem, GivenItems, Item, MessageItem, is_unfinished
 from router.api.openai.responses.tools import FunctionChoice, FunctionTools, tool_fields
 from router.api.request_body import Label, OutputLength, RequestBody, SamplingBody, Text
 from router.api.tool_fields import ToolFields
@@ -121,7 +121,8 @@ class ResponseBody(RequestBody, SamplingBody):
         if self.instructions is not None:
             said = [{"role": "system", "content": self.instructions}, *said]
         effort = None if self.reasoning is None else self.reasoning.effort
-        return ChatFields(reasoning_effort=effort).make_chat(said, self.tool_fields().callable_tools())
+        fields = ChatFields(reasoning_effort=effort, continue_final_message=is_unfinished(items[-1]))
+        return fields.make_chat(said, self.tool_fields().callable_tools())
 
     def wanted_grammar(self, markers: Markers) -> Wanted | None:
         """What the answer must match. Raises InvalidRequest for more than one."""

@@ -42,8 +42,7 @@ def keep_turn(
 ) -> None:
     """Keep a response with its conversation; `before` are the messages of earlier turns. It says itself
     whether it could be kept."""
-    said = [*before, *template_messages(before, items)]
-    said += template_messages(said, told_items(output.whole))
+    said = [*before, *template_messages(before, [*items, *told_items(output.whole)])]
     response["store"] = router.responses.keep(key, msgspec.json.encode(Turn(response, said)))
 
 
