@@ -21,7 +21,10 @@ _ANY_OBJECT = {"type": "object"}
 
 def _from_json(value: object) -> object:
     """What a text of JSON says. Raises ValueError."""
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 GrammarText = Annotated[str, Field(max_length=LONGEST_GRAMMAR)]

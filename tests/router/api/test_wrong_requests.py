@@ -224,6 +224,11 @@ def test_structural_tags_of_any_depth_do_no_harm(router: RouterProcess, path: st
         body = given.replace('"format": 0', f'"format": {nested}')
         headers = {"content-type": "application/json"}
         assert router.http.post(path, content=body, headers=headers).status_code in statuses, depth
+        as_text = {
+            **BODIES[path],
+            "structured_outputs": {"structural_tag": f'{{"format": {nested}}}'[:120_000]},
+        }
+        assert router.http.post(path, json=as_text).status_code in statuses, depth
     assert taken(router, path)["choices"]
 
 
