@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.arguments import ExactParser
+from common.stop_signal import StopSignal
 
 INGRESSES = ("haproxy", "proxy")
 
@@ -61,7 +62,7 @@ def _serve(options: dict[str, Any]) -> None:
     from cluster.app import router_application
     from cluster.config import parse_config
     from cluster.directory_actor import DirectoryFinder
-    from cluster.local import APP_NAME, LocalOptions, LocalServe, stop_on_signals
+    from cluster.local import APP_NAME, LocalOptions, LocalServe
 
     config = parse_config(
         {
@@ -73,7 +74,7 @@ def _serve(options: dict[str, Any]) -> None:
     temp_dir = Path(options["scratch"]) / "ray"
     local_options = LocalOptions(port=options["port"], cpus=config.cpus(), shutdown_s=15.0, temp_dir=temp_dir)
     with LocalServe(local_options) as local:
-        stop = stop_on_signals()
+        stop = StopSignal()
         local.deploy(router_application(config), 120.0, stop)
         finder = DirectoryFinder(APP_NAME)
         print(json.dumps({"directory": finder.wait(10.0), "admin": finder.admins()[0]}), flush=True)

@@ -30,6 +30,7 @@ from cluster.refusal import find_refusal
 from cluster.start_display import StartDisplay
 from common.errors import BatonError, ConfigError, Unavailable
 from common.host import HTTP_PORT, LOOPBACK
+from common.stop_signal import StopSignal
 from router.options import AdminOptions
 
 APP_NAME = "baton"
@@ -86,16 +87,15 @@ class LocalServe:
         self,
         application: serve.Application,
         timeout_s: float,
-        stop: threading.Event | None = None,
+        stop: StopSignal | None = None,
         display: StartDisplay | None = None,
     ) -> None:
-        """Run the application and wait until it answers, or until `stop` is set. `display` prints what
+        """Run the application and wait until it answers, or until `stop` comes. `display` prints what
         workers say meanwhile.
 
         Raises ConfigError when a replica refuses its configuration, DeployFailed when Serve gives up or
         `timeout_s` passes.
         """
-        stop = stop or threading.Event()
         deadline = time.monotonic() + timeout_s
         serve.run_many(
             [RunTarget(application, name=APP_NAME)],
@@ -112,7 +112,9 @@ class LocalServe:
                 return
             if time.monotonic() >= deadline:
                 raise DeployFailed(f"not ready after {timeout_s:.0f} s: {serve.status()}")
-            if stop.wait(_POLL_S):
+            if stop is None:
+                time.sleep(_POLL_S)
+            elif stop.wait(_POLL_S):
                 return
 
     def close(self) -> None:
@@ -223,14 +225,6 @@ def _drain(deadline: float) -> None:
 def stop_first() -> None:
     """From now on SIGTERM ends this process as Ctrl-C does: what has been started is ended first."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-
-
-def stop_on_signals() -> threading.Event:
-    """An event that SIGINT and SIGTERM set. Call it after Ray has started, which installs handlers, too."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config
 from cluster.configuration_arguments import add_set, base_config, unused
-from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, stop_first, stop_on_signals
+from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, stop_first
 from cluster.model_files import model_directory
 from cluster.own_session import leave_session
 from cluster.start_display import StartDisplay
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.settings import assign, parse_value, put
+from common.stop_signal import StopSignal
 from router.options import OutputOptions, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
@@ -154,14 +155,14 @@ def _run(options: LocalOptions, config: ServeConfig) -> int:
     display.say(f"starting {served} on {where}")
     stop_first()
     with LocalServe(options) as local:
-        stop = stop_on_signals()
+        stop = StopSignal()
         display.say("Ray and Serve run; the replicas are starting")
         try:
             local.deploy(application(config), _READY_TIMEOUT_S, stop, display)
         except DeployFailed as failure:
             print(f"baton: {failure}", file=sys.stderr)
             return 1
-        if not stop.is_set():
+        if not stop.wait(0.0):
             display.say(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)")
             while not stop.wait(_WATCH_S):
                 if not local.ray_answers():

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.admin_page import add_admin_arguments, admin_json, admin_page, read_admin_key
-from cluster.local import find_admin_listener, stop_on_signals
+from cluster.local import find_admin_listener
 from cluster.top_table import frame
 from common.errors import ConfigError, WorkerLost
+from common.stop_signal import StopSignal
 from router.dashboard.figures import Snapshot, added, parse_samples
 from wire.records import WorkerRecord
 
@@ -99,7 +100,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
 def _watch(source: TopSource, first: Snapshot, interval_s: float) -> None:
     """Frame after frame, until a signal. Raises what `snapshot` raises: its router may be gone."""
-    stop, seen = stop_on_signals(), deque([first])
+    stop, seen = StopSignal(), deque([first])
     with Live(frame(first, None), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while not stop.wait(interval_s):
             now = source.snapshot()

@@ -31,8 +31,9 @@ from cluster.app import build
 from cluster.config import parse_config
 from cluster.config_file import read_config
 from cluster.directory_actor import DirectoryFinder
-from cluster.local import APP_NAME, DeployFailed, LocalOptions, LocalServe, stop_on_signals
+from cluster.local import APP_NAME, DeployFailed, LocalOptions, LocalServe
 from common.options import exit_on_config_error
+from common.stop_signal import StopSignal
 from tests.harness.leftovers import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +107,7 @@ def _demo(run: Run, temporary: Path, keep: bool) -> Served:
         run.look()
         if keep:
             print(f"demo ok: {served}, kept up at {options.url}/v1 (KEEP=1): Ctrl-C ends it", flush=True)
-            stop_on_signals().wait()
+            StopSignal().wait()
     return served
 
 

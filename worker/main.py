@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from common.arguments import ExactParser
 from common.errors import WorkerLost
 from common.garbage import freeze_gc
 from common.options import exit_on_config_error, read_options
+from common.stop_signal import StopSignal
 from worker.loop import Worker
 from worker.options import WorkerOptions
 from worker.switch import SwitchingWorker
@@ -53,34 +52,19 @@ def run_worker(
 
 
 def _serve(worker: Worker | SwitchingWorker) -> int:
-    _on_signals(_leave)  # joining may take a minute, and no room runs yet
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # joining may take a minute, and no room runs yet
     record = worker.start()
     freeze_gc()
-    # Not an Event: its set() takes a lock that the interrupted wait() may hold. This put() takes none.
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
-    _on_signals(lambda number, _: told.put(number))
+    stop = StopSignal()
     ready = {"ready": True, "id": record.id, "mailbox": record.mailbox, "events": record.events}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-    while not _wait(told, _HEALTH_S):
+    while not stop.wait(_HEALTH_S):
         worker.healthy()
     worker.drain(_DRAIN_S)
     return 0
 
 
-def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
-
-
 def _leave(*_: object) -> NoReturn:
     raise SystemExit(0)
-
-
-def _wait(told: queue.SimpleQueue[int], timeout_s: float) -> bool:
-    """Whether a signal came within `timeout_s`."""
-    try:
-        told.get(timeout=timeout_s)
-    except queue.Empty:
-        return False
-    return True
