@@ -30,7 +30,8 @@ class TagRules:
 
     def regex(self, pattern: str, place: str) -> str:
         """What an expression matches."""
-        return self._part(f"/{_escaped(pattern)}/", place)
+        escaped = pattern.replace("/", r"\/")
+        return self._part(f"/{escaped}/", place)
 
     def lark(self, grammar: str, place: str) -> str:
         """What a grammar in Lark matches."""
@@ -72,8 +73,3 @@ class TagRules:
     def _part(self, rule: str, place: str) -> str:
         self.parts.append((place, rule))
         return rule
-
-
-def _escaped(pattern: str) -> str:
-    """An expression as it stands between slashes."""
-    return pattern.replace("/", r"\/").replace("\n", r"\n")

@@ -117,6 +117,13 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {"type": "tag", "begin": "[", "content": TRIGGERED, "end": "]"},
         ["[]", f"[a{ROME}b]"], ["[", f"[{ROME}", f"[a]{ROME}"],
     ),
+    (  # a tag without an end
+        {
+            "type": "tag", "begin": "[", "end": "]",
+            "content": {"type": "tag", "begin": "(", "content": {"type": "any_text"}, "end": ""},
+        },
+        ["[(]", "[(a]"], ["[(a", "[(a]]", "[a]"],
+    ),
     (SEPARATED, ["", ROME, f"{ROME}, {NOON}, {ROME}"], [f"{ROME}, ", f"{ROME}{NOON}", "a"]),
     ({**SEPARATED, "at_least_one": True}, [ROME, f"{ROME}, {ROME}"], [""]),
     ({**SEPARATED, "stop_after_first": True}, ["", ROME], [f"{ROME}, {ROME}"]),
