@@ -14,7 +14,7 @@ BatonError
 │   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
 │   └── Interrupted         503  this router ends a stream with which another can go on
-├── Aborted             410  an operator has ended the request
+├── Aborted                 410  an operator has ended the request
 ├── RequestFailed           500  the model has no usable output for this request (logits that are not finite)
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible

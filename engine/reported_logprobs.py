@@ -55,9 +55,8 @@ class ReportedLogprobs:
         named = of_named.view(np.float32).reshape(n, most_named).tolist()
         rows = zip(self._rows, chosen.view(np.float32).tolist(), tops, self._named, named, strict=True)
         for row, logprob, top, of, logprobs in rows:
-            into[row] = TokenLogprobs(
-                logprob, [*top, *zip(of, logprobs, strict=False)]
-            )  # the rest is padding
+            of_names = zip(of, logprobs, strict=False)  # what is left is padding
+            into[row] = TokenLogprobs(logprob, [*top, *of_names])
         return rest
 
     def _tops(
