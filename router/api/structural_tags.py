@@ -253,7 +253,7 @@ class StructuralTag(BaseModel):
 
     def wanted(self, param: str, markers: Markers) -> Wanted:
         """The grammar. `param` is the field that has the tags. Raises InvalidRequest."""
-        rules = TagRules(markers)
+        rules = TagRules(markers, param)
         start = self._format(param).rule(rules, f"{param}.format" if self.format else param, ())
         return Wanted(param, GrammarKind.LARK, rules.grammar(start), is_ours=True, parts=tuple(rules.parts))
 

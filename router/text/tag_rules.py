@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from common.errors import InvalidRequest
 from router.text.tool_formats.syntax import Markers, json_rule
+from wire.grammars import LONGEST_GRAMMAR
 
 _ANY = r"/(.|\n)*/"
 
@@ -14,8 +16,12 @@ _ANY = r"/(.|\n)*/"
 class TagRules:
     """Collects the rules that a grammar needs, and the places in the request that they are made of."""
 
-    def __init__(self, markers: Markers) -> None:
+    def __init__(self, markers: Markers, param: str) -> None:
+        """`param` is the field that asks for the grammar. Methods raise InvalidRequest when it grows too
+        long: each text may stand in it many times."""
         self.markers = markers
+        self._param = param
+        self._size = 0  # characters
         self.parts: list[tuple[str, str]] = []  # Wanted.parts
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules, by what they are
@@ -39,23 +45,23 @@ class TagRules:
 
     def literal(self, text: str) -> str:
         """A text, in which added tokens stand for themselves. "" for an empty one."""
-        return self.markers.lark(*self.markers.pieces(text))
+        return self._counted(self.markers.lark(*self.markers.pieces(text)))
 
     def text(self, without: Sequence[str] = ()) -> str:
         """Any text, that has none of these in it."""
-        return self._named("TEXT", "", self._any(without))
+        return self._counted(self._named("TEXT", "", self._any(without)))
 
     def until(self, end: Sequence[str], without: Sequence[str] = ()) -> str:
         """Any text up to the first place where `end` stands, and that. `end`: pieces (Markers.pieces)."""
         first, *rest = end
         before = self.text(without)
         if self.markers.is_token(first):
-            return f"{before} {self.markers.lark(*end)}"
+            return self._counted(f"{before} {self.markers.lark(*end)}")
         if not rest:
             return self._named("until", "[lazy]", f"{before} {self.markers.lark(first)}")
         # A token ends the text, which has to end with `first` there.
         head = self._named("UNTIL", "", f"{before} {self.markers.lark(first)}")
-        return f"{head} {self.markers.lark(*rest)}"
+        return self._counted(f"{head} {self.markers.lark(*rest)}")
 
     def _any(self, without: Sequence[str]) -> str:
         if not without:
@@ -67,9 +73,16 @@ class TagRules:
         name = self._names.get(body)
         if name is None:
             name = self._names[body] = f"{prefix}_{len(self._names)}"
-            self._rules.append(f"{name}{attribute}: {body}")
+            self._rules.append(self._counted(f"{name}{attribute}: {body}"))
         return name
 
     def _part(self, rule: str, place: str) -> str:
         self.parts.append((place, rule))
+        return self._counted(rule)
+
+    def _counted(self, rule: str) -> str:
+        self._size += len(rule) + 1
+        if self._size > LONGEST_GRAMMAR:
+            problem = f"{self._param}: its grammar has more than {LONGEST_GRAMMAR} characters"
+            raise InvalidRequest(problem, self._param)
         return rule

@@ -154,6 +154,26 @@ def test_formats_take_what_they_say(
     assert [text for text in refused if takes(grammar, text, tokenization)] == []
 
 
+def test_the_longest_tokens_are_the_pieces_of_a_text() -> None:
+    markers = Markers(dict.fromkeys(("<a>", "<a><b>", "<abc>", "(", "", "<a", "é"), 1))
+    pieces = ["x", "<a><b>", "<a>", "<a", "bc", "<abc>", "(", "é", ")"]
+    assert markers.pieces("".join(pieces)) == pieces
+    assert Markers({}).pieces("<a>") == ["<a>"]
+    assert Markers({"<a>": 1}).pieces("") == []
+    thousands = Markers({f"<unused{number}>": number for number in range(6000)})
+    assert thousands.pieces("<unused<unused59><unused599>") == ["<unused", "<unused59>", "<unused599>"]
+    assert thousands._split.pattern.count("unused") == 1, "each token would be tried at each place"
+
+
+def test_a_short_tag_does_not_become_a_long_grammar(tokenization: Tokenization) -> None:
+    """Each free text has each of the ends behind it."""
+    texts = {"type": "or", "elements": [{"type": "any_text", "excludes": [f"{n}"]} for n in range(1000)]}
+    ends = [f"<end {number}>" for number in range(1000)]
+    with pytest.raises(InvalidRequest, match="more than 131072 characters") as refused:
+        grammar_of({"format": {"type": "tag", "begin": "", "content": texts, "end": ends}}, tokenization)
+    assert refused.value.param == "response_format"
+
+
 def test_structures_are_tags_of_json(tokenization: Tokenization) -> None:
     schema = WEATHER["content"]["json_schema"]  # type: ignore[index]
     older = {
