@@ -25,7 +25,8 @@ _FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logit_bias",
     "logprobs", "top_logprobs", "tools", "chat_template_kwargs", "user", "priority", "cache_salt",
     "extra_key", "model", "min_tokens", "repetition_penalty", "response_format", "best_of", "echo", "suffix",
-    "guided_json", "regex", "ebnf", "structured_outputs",
+    "guided_json", "regex", "ebnf", "structured_outputs", "structural_tag", "logprob_token_ids", "bad_words",
+    "thinking_token_budget",
 )  # fmt: skip
 
 paths = st.sampled_from((*_POSTS, *_GETS))
