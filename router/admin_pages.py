@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -34,12 +33,7 @@ from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0
 _LEASES_TIMEOUT_S = 3.0
-_CLEAR_TIMEOUT_S = 8.0  # shorter than `baton cache clear` waits
-_FORGET_TIMEOUT_S = 8.0  # longer than a worker takes to answer, shorter than `baton forget` waits
-_LONGEST_TENANT = 256
-_TELL_TIMEOUT_S = 10.0  # longer than a directory that was started again needs to settle
 _TRACE = "/debug/trace/"
-_TIERS: tuple[CacheTier, ...] = get_args(CacheTier)
 _OF_INDEX: dict[CacheTier, Tier] = {"device": Tier.GPU, "host": Tier.CPU, "storage": Tier.STORAGE}
 _Query = Mapping[str, str]
 

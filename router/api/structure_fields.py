@@ -57,10 +57,10 @@ class ResponseFormat(BaseModel):
 
     def wanted(self, markers: Markers) -> Wanted | None:
         """Raises InvalidRequest for fields of another type, and for those that are missing."""
-        tag = StructuralTag(format=self.format, structures=self.structures, triggers=self.triggers)
         if self.type == "structural_tag" and self.json_schema is None:
+            tag = StructuralTag(format=self.format, structures=self.structures, triggers=self.triggers)
             return tag.wanted("response_format", markers)
-        if tag != _NO_TAG:
+        if (self.format, self.structures, self.triggers) != (None, None, None):
             raise InvalidRequest(
                 "format, structures and triggers belong to type 'structural_tag'", "response_format"
             )
@@ -155,4 +155,3 @@ class StructureFields(BaseModel):
 
 
 _NONE = StructuredOutputs()
-_NO_TAG = StructuralTag()

@@ -15,7 +15,8 @@ from itertools import accumulate
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from common.errors import InvalidRequest
-from router.text.template_marks import NOTHING, TemplateMarks, any_of, expression
+from router.text.longest_text import NOTHING, any_of, expression
+from router.text.template_marks import TemplateMarks
 
 _LOOKS_LIKE_ONE = re.compile(r"<([|\uff5c]).*\1>", re.DOTALL)
 _UNKNOWN = "\U0010fffd"  # in no vocabulary

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 
 from jinja2 import nodes
+
+from router.text.longest_text import NOTHING, any_of
 
 # Halves of surrogate pairs: neither UTF-8 nor JSON can bring one, and Python's strings can hold it.
 _MARKS = range(0xD800, 0xE000)
@@ -29,37 +30,6 @@ _PLAIN_FILTERS = {
 }  # fmt: skip
 _PLACEHOLDER = re.compile(r"(%[a-z]|\{\w*\})")  # of a format, where a constant is one
 _PUT_OUT_THEIR_ARGUMENTS = {"default", "d", "join", "append", "format"}
-
-NOTHING = re.compile("(?!)")
-
-
-def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Any of these, the longest first, as a group; None if there are none."""
-    distinct = set(texts)
-    return re.compile(f"({expression(distinct)})") if distinct else None
-
-
-def expression(texts: set[str]) -> str:
-    """A regular expression for the longest of these that fits.
-
-    It is a tree of their beginnings. In a row, each of them would be tried wherever one may begin, and some
-    tokenizers have a thousand (`[control_1]`, `[control_2]`).
-    """
-    groups: dict[str, list[str]] = {}
-    for text in sorted(texts - {""}):
-        groups.setdefault(text[0], []).append(text)
-    branches = []
-    for group in groups.values():
-        shared = _shared(group[0], group[-1])
-        branches.append(re.escape(shared) + expression({text[len(shared) :] for text in group}))
-    if not branches:
-        return ""
-    return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
-
-
-def _shared(first: str, last: str) -> str:
-    """What both begin with."""
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 class TemplateMarks:

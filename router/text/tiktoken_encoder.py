@@ -12,7 +12,7 @@ from functools import cache
 import tiktoken
 from tokenizers import Regex, Tokenizer, normalizers
 
-from router.text.template_marks import any_of
+from router.text.longest_text import any_of
 from router.text.tiktoken_tables import merge_ranks, split_pattern
 
 # tiktoken's regular expressions panic on a word of about a million characters.

@@ -6,11 +6,11 @@ What a token of its own stands for is that token there (`<[151657]>`), never its
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
+
+from router.text.longest_text import NOTHING, any_of
 
 _WHITE_SPACE = r"( |\n[ \t]{0,64})"  # as wire/grammars.py has it for schemas
 
@@ -73,7 +73,7 @@ class Markers:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: those that tokenizers take out of a text before all else, by their text."""
         self._tokens = tokens
-        self._split = re.compile(_longest_of(filter(None, tokens)))
+        self._split = any_of(filter(None, tokens)) or NOTHING
 
     def pieces(self, text: str) -> list[str]:
         """The tokens in a text, and what stands between them, as tokenizers read it. Nothing is empty."""
@@ -96,19 +96,3 @@ class Markers:
             return f"/{text}/"
         token = self._tokens.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
-
-
-def _longest_of(texts: Iterable[str]) -> str:
-    """An expression for the longest of these texts at a place. It looks at each character once: a model may
-    have thousands of added tokens, and a client may write a text of beginnings of them."""
-    by_first: dict[str, list[str]] = {}
-    for text in texts:
-        by_first.setdefault(text[:1], []).append(text)
-    may_end = by_first.pop("", None) is not None
-    branches = []
-    for group in by_first.values():
-        first, last = min(group), max(group)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-        rest = [text[same:] for text in group]
-        branches.append(re.escape(first[:same]) + (_longest_of(rest) if any(rest) else ""))
-    return f"(?:{'|'.join(branches)})" + ("?" if may_end else "") if branches else "(?!)"

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from common.errors import InvalidRequest
 from router.text.chat import DEEPEST, MOST_TEXT, Chat
-from router.text.template_marks import any_of
+from router.text.longest_text import any_of
 from router.text.tokenization import Tokenization
 from tests.support.tokenizers import CHATML, INST, byte_fallback, byte_level
 

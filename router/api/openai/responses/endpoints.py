@@ -33,14 +33,9 @@ async def create(router: Router, request: HttpRequest) -> None:
     chat = body.make_chat(before, items)
     prompt = await model.encode_chat(chat)
     length = model.room_for(prompt, body.max_output_tokens, "input")
+    wanted = body.wanted_grammar(model.formats.markers)
     grammar, parsing = await grammar_and_parsing(
-        router,
-        model,
-        prompt,
-        body.tool_fields(),
-        body.wanted_grammar(model.formats.markers),
-        not body.skip_special_tokens,
-        chat.continued,
+        router, model, prompt, body.tool_fields(), wanted, not body.skip_special_tokens, chat.continued
     )
     sampling = body.sampling(length, body.scored, model, grammar)
     submission = await make_submission(

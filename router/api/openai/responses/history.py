@@ -23,8 +23,7 @@ def template_messages(before: Sequence[_Message], items: Sequence[Item]) -> list
     """The messages of `items`, which follow those of earlier turns.
 
     Reasoning, text and calls that follow one another are one message of the model, and so are an unfinished
-    text and the next one. Raises InvalidRequest for
-    the output of a call that nobody has made.
+    text and the next one. Raises InvalidRequest for the output of a call that nobody has made.
     """
     called = {
         call["id"]: call["function"]["name"] for message in before for call in message.get("tool_calls", ())
