@@ -147,24 +147,39 @@ def decode_attention_kernel(
         peak, total, sums = attended(
             q_low, q_high, low, high, value, token, length, scale, softcap, peak, total, sums, WINDOW, CAPPED
         )
-    target = out + (row * KV_HEADS + kv_head) * GROUP * DIM
+    finish(
+        peak, total, sums, row * KV_HEADS + kv_head, kv_head, split, splits, parts, peaks, counts, out, sinks,
+        GROUP, DIM, SPLITS, SINKS, HEADS,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    peak, total, sums, group, kv_head, split, splits, parts, peaks, counts, out, sinks,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a row's KV head, the `group`-th of the batch, or that of its split. The last
+    program to store its split joins them."""
+    of_dim = tl.arange(0, DIM)
+    head = tl.arange(0, HEADS)
+    is_head = head < GROUP
+    target = out + group * GROUP * DIM
     if splits == 1:
         if SINKS:
             sink = tl.load(sinks + kv_head * GROUP + head, mask=is_head, other=0.0)
             total += tl.exp2(sink.to(tl.float32) * LOG2_E - peak)  # infinite if nothing else counts
         whole = target + head[:, None] * DIM + of_dim[None, :]
         tl.store(whole, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_head[:, None])
-        return
-    base = (row * KV_HEADS + kv_head) * GROUP  # query heads before these
-    of_split = (base + head) * SPLITS + split
-    tl.store(parts + of_split[:, None] * DIM + of_dim[None, :], sums, mask=is_head[:, None])
-    tl.store(peaks + of_split * 2, peak, mask=is_head)
-    tl.store(peaks + of_split * 2 + 1, total, mask=is_head)
-    tl.debug_barrier()  # all threads have stored before one of them counts
-    count = counts + row * KV_HEADS + kv_head
-    if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
-        tl.store(count, 0)  # for the next layer
-        join(parts, peaks, target, base, splits, sinks, kv_head * GROUP, GROUP, DIM, SPLITS, SINKS)
+    else:
+        base = group * GROUP  # query heads before these
+        of_split = (base + head) * SPLITS + split
+        tl.store(parts + of_split[:, None] * DIM + of_dim[None, :], sums, mask=is_head[:, None])
+        tl.store(peaks + of_split * 2, peak, mask=is_head)
+        tl.store(peaks + of_split * 2 + 1, total, mask=is_head)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        if tl.atomic_add(counts + group, 1, sem="acq_rel") == splits - 1:
+            tl.store(counts + group, 0)  # for the next layer
+            join(parts, peaks, target, base, splits, sinks, kv_head * GROUP, GROUP, DIM, SPLITS, SINKS)
 
 
 @triton.jit
