@@ -11,6 +11,7 @@ from router.options import PublicPrefix, RoutedModel
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
 from router.text.chat import Chat
+from router.text.fill_in import FillInForm, fill_in_form
 from router.text.grammars import Wanted
 from router.text.long_texts import LONG, LongTexts
 from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
@@ -35,6 +36,7 @@ class Model:
     long_texts: LongTexts
     formats: OutputFormats
     public_prefixes: PublicPrefixes
+    fill_in: FillInForm | None
 
     @classmethod
     def load(
@@ -48,14 +50,16 @@ class Model:
         """Read the text side of a model's directory. Raises ConfigError."""
         tokenization = Tokenization(one.model, one.chat_template)
         defaults = read_defaults(one.model, one.generation_config)
+        added = tokenization.added_ids()
         formats = OutputFormats(
-            tokenization.templates, tokenization.added_ids(), tokenization.detokenizers.special_ids,
+            tokenization.templates, added, tokenization.detokenizers.special_ids,
             one.tool_call_parser, one.reasoning_parser,
         )  # fmt: skip
         prefixes = PublicPrefixes(tokenization, public_prefixes)
         return cls(
-            one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats, prefixes
-        )
+            one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats, prefixes,
+            fill_in_form(added),
+        )  # fmt: skip
 
     def parsing(
         self,

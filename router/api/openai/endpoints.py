@@ -64,7 +64,8 @@ async def completions(router: Router, request: HttpRequest) -> None:
     body = parse(CompletionBody, await request.json())
     model = router.model(body.model)
     grammar = await router.grammars.checked(body.wanted_grammar(model.formats.markers))
-    prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens, body.is_cut)
+    asked = body.asked(model)
+    prompts = await encode_prompts(model, asked, "prompt", body.n, body.add_special_tokens, body.is_cut)
     length = body.max_tokens or 1  # workers compute one at least
     prompts = [body.cut(prompt, model.versions.context_limit, length) for prompt in prompts]
     for prompt in prompts:

@@ -10,8 +10,10 @@ from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, Messages
 from router.api.openai.chat_parts import PartsWanted
 from router.api.openai.shown import Shown
-from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody, TokenId
+from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody, Text, TokenId
 from router.api.tool_fields import ToolFields
+from router.model import Model
+from router.text.chat import MOST_TEXT
 from wire.sampling_ranges import MOST_LOGPROB_TOKENS, MOST_TOP_LOGPROBS
 
 
@@ -98,7 +100,7 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: int | None = Field(None, description="only as many as n")
     echo: bool = Field(False, description="the text, and logprobs, begin with the prompt")
-    suffix: Literal[""] = Field("", description="only an empty one")
+    suffix: Text = Field("", description="the output stands between the prompt, a text, and this one")
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -111,6 +113,8 @@ class CompletionBody(OpenAIBody):
             raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
         if self.logprob_token_ids and not self.max_tokens:
             raise InvalidRequest("logprob_token_ids needs an output", "logprob_token_ids")
+        if self.suffix and (self.echo or self.is_cut):
+            raise InvalidRequest("echo and truncate_prompt_tokens are of prompts without a suffix", "suffix")
         if self.stream and (self.scored is not None or not self.max_tokens):
             raise InvalidRequest(
                 "a prompt's log-probabilities, and a prompt alone, are not streamed", "stream"
@@ -124,6 +128,20 @@ class CompletionBody(OpenAIBody):
         if self.prompt_logprobs is None or echoed is None:
             return echoed if self.prompt_logprobs is None else self.prompt_logprobs
         return max(self.prompt_logprobs, echoed)
+
+    def asked(self, model: Model) -> Prompts:
+        """The prompts as the model reads them. Raises InvalidRequest for a suffix that it cannot follow."""
+        if not self.suffix:
+            return self.prompt
+        if model.fill_in is None:
+            raise InvalidRequest("this model has no tokens that stand for a suffix", "suffix")
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) < len(prompts):
+            raise InvalidRequest("with a suffix, a prompt is a text", "prompt")
+        if len(texts) * len(self.suffix) > MOST_TEXT:
+            raise InvalidRequest(f"{len(texts)} prompts with this suffix are too long together", "suffix")
+        return [model.fill_in.prompt(text, self.suffix) for text in texts]
 
 
 class ChatBody(OpenAIBody, ToolFields, ChatFields):
