@@ -62,7 +62,8 @@ def _serve(options: dict[str, Any]) -> None:
     from cluster.app import router_application
     from cluster.config import parse_config
     from cluster.directory_actor import DirectoryFinder
-    from cluster.local import APP_NAME, LocalOptions, LocalServe
+    from cluster.local import LocalOptions, LocalServe
+    from cluster.running import APP_NAME
 
     config = parse_config(
         {

@@ -32,6 +32,15 @@ def add_admin_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def find_admin_listener() -> str:
+    """URL of an admin listener: of the application on this machine's Ray, or at the first default port."""
+    # Only here: Ray takes seconds to import, which a command with --url does not need.
+    from cluster.running import announced_listeners
+
+    found = announced_listeners()
+    return found[0] if found else f"http://{LOOPBACK}:{AdminOptions().admin_port_range[0]}"
+
+
 def admin_page(url: str, path: str, admin_key: str | None) -> str:
     """The page at a path of the listener at `url`.
 

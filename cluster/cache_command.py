@@ -12,9 +12,14 @@ from typing import get_args
 import msgspec
 from rich.console import Console
 
-from cluster.admin_page import add_admin_arguments, admin_change, admin_json, read_admin_key
+from cluster.admin_page import (
+    add_admin_arguments,
+    admin_change,
+    admin_json,
+    find_admin_listener,
+    read_admin_key,
+)
 from cluster.cache_table import cache_table, row_objects, sharing_table, tier_rows
-from cluster.local import find_admin_listener
 from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
 from kvcache.tenancy.report import SharingReport

@@ -42,7 +42,7 @@ _COMMANDS = {
     "config": ("cluster.config_command", "what a configuration may contain"),
 }
 """Module and summary of each command. A module has HELP and add_arguments. Only that of the given command is
-loaded: most of them load Ray, which takes a second."""
+loaded: some of them load Ray, which takes seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.admin_page import add_admin_arguments, admin_change, read_admin_key
-from cluster.local import find_admin_listener
+from cluster.admin_page import add_admin_arguments, admin_change, find_admin_listener, read_admin_key
 from common.errors import WorkerLost
 
 HELP = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import threading
@@ -21,25 +20,21 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
 from cluster.directory_actor import DirectoryFinder
 from cluster.refusal import find_refusal
+from cluster.running import APP_NAME, connect_ray
 from cluster.start_display import StartDisplay
 from common.errors import BatonError, ConfigError, Unavailable
 from common.host import HTTP_PORT, LOOPBACK
 from common.stop_signal import StopSignal
-from router.options import AdminOptions
 
-APP_NAME = "baton"
 ROUTER = "router"
 _POLL_S = 0.1
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _HTTP_TIMEOUT_S = 5.0
-_CONNECT_S = 5.0
-_HOST_PORT = re.compile(r"([^/]+):(\d+)")
 
 
 class DeployFailed(BatonError):
@@ -240,46 +235,3 @@ def check_port_free(host: str, port: int) -> None:
             raise ConfigError(
                 "port", f"{port} on {host} cannot be used ({error.strerror})", "give a free --port"
             ) from None
-
-
-def find_admin_listener() -> str:
-    """URL of an admin listener: of the application on this machine's Ray, or at the first default port."""
-    address = running_ray()
-    if address is not None:
-        connect_ray(address)
-        try:
-            found = DirectoryFinder(APP_NAME).admins()
-        except Unavailable:
-            found = []
-        finally:
-            ray.shutdown()
-        if found:
-            return found[0]
-    return f"http://{LOOPBACK}:{AdminOptions().admin_port_range[0]}"
-
-
-def connect_ray(address: str, worker_logs: bool = False) -> None:
-    """Connect to the Ray at `address`, HOST:PORT or `auto`. Raises ConfigError when it cannot be used."""
-    there = _HOST_PORT.fullmatch(address)
-    try:
-        if there is not None:  # Ray itself would try for minutes
-            socket.create_connection((there[1].strip("[]"), int(there[2])), _CONNECT_S).close()
-        ray.init(address=address, log_to_driver=worker_logs, logging_level="ERROR")
-    except (RayError, OSError, OverflowError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            "RAY_ADDRESS", f"{address} is no Ray that can be used: {error}", "give its HOST:PORT, or auto"
-        ) from None
-
-
-def running_ray() -> str | None:
-    """Address of the Ray that RAY_ADDRESS names or that this machine runs; None when there is none."""
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        return None if address == "local" else address
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except ConnectionError:
-        return None
-    address = str(ray.get_runtime_context().gcs_address)
-    ray.shutdown()
-    return address

@@ -14,8 +14,8 @@ from dataclasses import asdict
 import ray
 
 from cluster.directory_actor import DirectoryFinder
-from cluster.local import APP_NAME, connect_ray, running_ray
 from cluster.roles import AutomaticRoles, RoleCounts, RoleRow, RoleTable, RoleWish, WorkerRoles
+from cluster.running import APP_NAME, connect_ray, running_ray
 from cluster.worker_ids import parse_worker_id
 from common.errors import ConfigError, Unavailable
 from wire.records import Role

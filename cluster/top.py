@@ -17,8 +17,13 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from cluster.admin_page import add_admin_arguments, admin_json, admin_page, read_admin_key
-from cluster.local import find_admin_listener
+from cluster.admin_page import (
+    add_admin_arguments,
+    admin_json,
+    admin_page,
+    find_admin_listener,
+    read_admin_key,
+)
 from cluster.top_table import frame
 from common.errors import ConfigError, WorkerLost
 from common.stop_signal import StopSignal

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.admin_page import add_admin_arguments, admin_json, read_admin_key
-from cluster.local import find_admin_listener
+from cluster.admin_page import add_admin_arguments, admin_json, find_admin_listener, read_admin_key
 from cluster.top import other_routers
 from common.errors import ConfigError, WorkerLost
 

@@ -7,8 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from cluster.admin_page import add_admin_arguments, read_admin_key
-from cluster.local import find_admin_listener
+from cluster.admin_page import add_admin_arguments, find_admin_listener, read_admin_key
 from cluster.tree import ADDRESS, TreeSource
 from common.errors import WorkerLost
 from common.host import LOOPBACK

@@ -31,7 +31,8 @@ from cluster.app import build
 from cluster.config import parse_config
 from cluster.config_file import read_config
 from cluster.directory_actor import DirectoryFinder
-from cluster.local import APP_NAME, DeployFailed, LocalOptions, LocalServe
+from cluster.local import DeployFailed, LocalOptions, LocalServe
+from cluster.running import APP_NAME
 from common.options import exit_on_config_error
 from common.stop_signal import StopSignal
 from tests.harness.leftovers import Run

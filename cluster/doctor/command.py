@@ -15,7 +15,7 @@ from cluster.doctor.facts import Case, Grade
 from cluster.doctor.gather import node_name
 from cluster.doctor.nodes import examine, examine_here
 from cluster.doctor.report import print_json, print_table
-from cluster.local import connect_ray, running_ray
+from cluster.running import connect_ray, running_ray
 from common.errors import ConfigError
 from common.settings import assign
 

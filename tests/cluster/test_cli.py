@@ -70,6 +70,16 @@ def test_help_loads_neither_ray_nor_torch() -> None:
     )
 
 
+def test_commands_that_ask_a_router_load_neither_ray_nor_torch() -> None:
+    """With --url they need none, and answer within a second."""
+    names = ["top", "tree_command", "cache_command", "forget_command", "trace_command", "chat_command"]
+    script = f"import {', '.join(f'cluster.{name}' for name in names)}, sys; print(*sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert {"ray", "torch", "transformers"}.isdisjoint(said.stdout.split())
+
+
 def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "serve", model, "--page-size", "12"],
