@@ -14,8 +14,8 @@ from hypothesis import settings
 from tests.support.covering import leave_out
 
 # No example has a time limit: on a busy machine any of them may take long. A test sees the same examples each
-# time, so that a change alone can make it fail; `make invariants` draws others.
-settings.register_profile("baton", deadline=None, derandomize=True)
+# time, so that a change alone can make it fail; `make invariants` draws others, and twice as many.
+settings.register_profile("baton", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("random", deadline=None)
 settings.load_profile("baton")
 

@@ -36,8 +36,8 @@ from tests.support.oracle import (
 from tests.support.reference import draw_model
 
 PATHS = ("colocated", "shm", "tcp", "mooncake")
-OUTPUT_TOKENS = 64
-CROWD_TOKENS = 40  # of each of eight: what transformers takes for them is half of the time of a case
+OUTPUT_TOKENS = 48
+CROWD_TOKENS = 32  # of each of eight: what transformers takes for them is half of the time of a case
 
 
 class Case(NamedTuple):

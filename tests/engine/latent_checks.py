@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import PROMPTS
+from tests.engine.conftest import PROMPTS, TOKENS
 from tests.support.driver import Driver, open_runner
 
 Answered = tuple[Path, list[list[int]]]
-"""A model, and 64 greedy tokens of transformers after each of PROMPTS."""
+"""A model, and TOKENS greedy tokens of transformers after each of PROMPTS."""
 
 ways_to_pack = pytest.mark.parametrize(
     ("page_size", "chunk", "stagger"),
@@ -29,7 +29,7 @@ def check_greedy(answered: Answered, attention: str, page_size: int, chunk: int,
     runner, _ = open_runner(path, page_size, pages, attention=attention)
     driver = Driver(runner, pages, page_size, seed=page_size + chunk)
     lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, 64, chunk, stagger)
+    driver.generate(lanes, TOKENS, chunk, stagger)
     assert [lane.outputs for lane in lanes] == expected
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.errors import EngineError
-from tests.engine.conftest import PROMPTS, Drawn
+from tests.engine.conftest import PROMPTS, TOKENS, Drawn
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_configs import FAMILIES, SIMILAR
 
@@ -21,7 +21,7 @@ def generated(
     runner, _ = open_runner(path, page_size, PAGES if page_size == 1 else 40, attention=attention)
     driver = Driver(runner, PAGES if page_size == 1 else 40, page_size, seed=page_size + chunk)
     lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, 64, chunk, stagger)
+    driver.generate(lanes, TOKENS, chunk, stagger)
     runner.close()
     return [lane.outputs for lane in lanes]
 

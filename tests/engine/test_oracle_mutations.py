@@ -65,7 +65,13 @@ def swapped_in_pool(batch: ForwardBatch, pool: Pool) -> ForwardBatch:
 Drawn = tuple[str, Path, list[list[int]]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(family, marks=pytest.mark.oracle_full if i % 2 else ())
+        for i, family in enumerate(FAMILIES)
+    ],
+)
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     path, answers = draw_model(request.param, tmp_path_factory.mktemp("oracle"), 0, [PROMPT, COUSIN], TOKENS)
     return request.param, path, answers

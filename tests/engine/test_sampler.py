@@ -208,7 +208,7 @@ some_rows = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(some_rows, min_size=1, max_size=9), seed=st.integers(0, 10_000), steps=st.integers(1, 4),
     most_rows=st.sampled_from([1, 2, 1000]),
@@ -231,7 +231,7 @@ def test_every_row_is_sampled_as_if_it_were_alone(
         assert sampled.logprobs == [logprobs for _, logprobs in expected]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=st.lists(some_rows, min_size=2, max_size=6), seed=st.integers(0, 10_000), data=st.data())
 def test_rows_that_come_and_go_keep_their_counts(rows: list[Row], seed: int, data: st.DataObject) -> None:
     """In every step some of the rows are sampled, in some order; some of them are sampled again."""

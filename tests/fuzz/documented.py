@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from our OpenAPI document: examples, borders of fields, random ones."""
+"""Requests that schemathesis makes from our OpenAPI document: borders of fields, random ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def _config(url: str, examples: int, borders: bool) -> SchemathesisConfig:
             "generation": {
                 "max-examples": examples, "no-shrink": True, "database": "none", "deterministic": True,
             },
-            "phases": {"coverage": {"enabled": borders}, "stateful": {"enabled": False}},
+            # Examples are few (test_its_examples_are_valid), and to look for them takes most of the time.
+            "phases": {
+                "coverage": {"enabled": borders},
+                "stateful": {"enabled": False},
+                "examples": {"enabled": False},
+            },
         }
     )  # fmt: skip
 

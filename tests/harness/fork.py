@@ -26,13 +26,15 @@ class ForkedProgram:
     /proc shows the environment of the process that it was forked from.
     """
 
-    def __init__(self, module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, module: str, arguments: list[str | Passed], environment: Mapping[str, str], log: Path
+    ) -> None:
         """Its stderr goes to `log`."""
         reading, writing = os.pipe()
         self.stdout: IO[bytes] = os.fdopen(reading, "rb", 0)
         try:
             self._process = FORKSERVER.Process(
-                target=_run, args=(module, arguments, dict(environment), log, _Passed(writing)), daemon=True
+                target=_run, args=(module, arguments, dict(environment), log, Passed(writing)), daemon=True
             )
             self._process.start()
         finally:
@@ -66,8 +68,9 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
 
-class _Passed:
-    """A descriptor that is duplicated into the process that gets this as an argument."""
+class Passed:
+    """A descriptor that is duplicated into the process that gets this as an argument: there it is its
+    number."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -80,12 +83,14 @@ def _detached(passed: Any) -> int:
     return int(passed.detach())
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], log: Path, stdout: int) -> None:
+def _run(
+    module: str, arguments: list[str | int], environment: dict[str, str], log: Path, stdout: int
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for source, target in ((stdout, 1), (errors, 2)):
         os.dup2(source, target)
         os.close(source)
-    sys.argv = [module, *arguments]
+    sys.argv = [module, *map(str, arguments)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

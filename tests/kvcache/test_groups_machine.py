@@ -409,7 +409,7 @@ def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:
 
 @pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
 def test_groups_against_the_model(kinds: tuple[str, ...]) -> None:
-    run_state_machine_as_test(machine(kinds), settings=settings(max_examples=20, stateful_step_count=30))
+    run_state_machine_as_test(machine(kinds), settings=settings(max_examples=12, stateful_step_count=30))
 
 
 @pytest.mark.invariants

@@ -486,7 +486,7 @@ def machine(kinds: tuple[str, ...], policy: str, prefetch: str) -> type[TiersMac
 
 @pytest.mark.parametrize(("kinds", "policy", "prefetch"), cases())
 def test_tiers_against_the_model(kinds: tuple[str, ...], policy: str, prefetch: str) -> None:
-    short = settings(max_examples=12, stateful_step_count=40)
+    short = settings(max_examples=8, stateful_step_count=40)
     run_state_machine_as_test(machine(kinds, policy, prefetch), settings=short)
 
 

@@ -126,19 +126,19 @@ class HandOffBoth(HandOff):
 
 
 class TestHandOff(HandOff.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=5)
 
 
 class TestHandOffWindow(HandOffWindow.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=5)
 
 
 class TestHandOffState(HandOffState.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=5)
 
 
 class TestHandOffBoth(HandOffBoth.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=12)
+    settings = settings(_SETTINGS, max_examples=8)
 
 
 _LONG = settings(_SETTINGS, max_examples=100, stateful_step_count=60)

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.slow
 FORMATS = [form.value for form in KVFormat if form is not KVFormat.AUTO]
 QUANTISED = ("qwen3", "gpt_oss", "mistral_window", "deepseek_v2", "qwen3_next")
 EXACT = ("deepseek_v3", "mistral_window", "gpt_oss", "qwen3_next", "falcon_h1")
+CHANGED: list[dict[str, Any]] = [
+    {"chunked_prefill_size": 24, "page_size": 8, "overlap_depth": 0},
+    {"chunked_prefill_size": None, "page_size": 16, "overlap_depth": 1},
+]
 OUTPUT_TOKENS = 40
 REAL: dict[str, Any] = {
     "engine": "transformers",
@@ -68,35 +72,37 @@ def answer(both: Pair, room: int, prompt: list[int], split: bool) -> list[int]:
 
 
 def quantised_cases() -> list[object]:
-    """Every family with one of the formats; the other combinations are marked oracle_full."""
+    """Every family with one of the formats and one of CHANGED; the other combinations are marked
+    oracle_full."""
     cases = []
     for i, family in enumerate(QUANTISED):
         for j, form in enumerate(FORMATS):
-            marks = () if i % len(FORMATS) == j else pytest.mark.oracle_full
-            cases.append(pytest.param(family, form, marks=marks))
+            for k, changed in enumerate(CHANGED):
+                marks = () if (i % len(FORMATS), i % 2) == (j, k) else pytest.mark.oracle_full
+                cases.append(pytest.param(family, form, changed, marks=marks))
     return cases
 
 
-@pytest.mark.parametrize(("family", "form"), quantised_cases())
-def test_quantised_kv_answers_the_same_apart_or_not(models: Path, family: str, form: str) -> None:
+@pytest.mark.parametrize(("family", "form", "changed"), quantised_cases())
+def test_quantised_kv_answers_the_same_apart_or_not(
+    models: Path, family: str, form: str, changed: dict[str, Any]
+) -> None:
     options = {**REAL, "model": str(quantisable(family, models)), "kv_cache_dtype": form}
     prompt = prompt_of(5, 77)
     with pair(**options) as both:
         alone = answer(both, 1, prompt, split=False)
         both.settle(60.0)
     assert len(set(alone)) > OUTPUT_TOKENS // 6, "too dull to tell anything"
-    for chunk, page_size, depth in ((24, 8, 0), (None, 16, 1)):
-        changed = {"chunked_prefill_size": chunk, "page_size": page_size, "overlap_depth": depth}
-        with pair(**{**options, **changed}) as both:
-            assert answer(both, 1, prompt, split=True) == alone, "apart"
-            assert answer(both, 2, prompt, split=True) == alone, "apart, and cached on both sides"
-            assert answer(both, 3, prompt, split=False) == alone, "decode alone, from what was sent"
-            cousin = answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=True)
-            both.settle(60.0)
-        with pair(**{**options, **changed, "prefix_cache": "none"}) as both:
-            assert answer(both, 1, prompt, split=True) == alone, "apart, and never cached"
-            assert answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=False) == cousin
-            both.settle(60.0)
+    with pair(**{**options, **changed}) as both:
+        assert answer(both, 1, prompt, split=True) == alone, "apart"
+        assert answer(both, 2, prompt, split=True) == alone, "apart, and cached on both sides"
+        assert answer(both, 3, prompt, split=False) == alone, "decode alone, from what was sent"
+        cousin = answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=True)
+        both.settle(60.0)
+    with pair(**{**options, **changed, "prefix_cache": "none"}) as both:
+        assert answer(both, 1, prompt, split=True) == alone, "apart, and never cached"
+        assert answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=False) == cousin
+        both.settle(60.0)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window", "deepseek_v2", "qwen3_next"])

@@ -148,7 +148,7 @@ CASES = covering([EVERY, WRITE_POLICIES, (True, False), (4, 16), (24, None)])
 @pytest.mark.parametrize(
     ("family", "policy", "split", "page_size", "chunk"),
     [
-        pytest.param(*case, marks=() if i % 6 == 0 else pytest.mark.oracle_full)
+        pytest.param(*case, marks=() if i % 9 == 0 else pytest.mark.oracle_full)
         for i, case in enumerate(CASES)
     ],
 )

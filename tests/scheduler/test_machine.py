@@ -24,7 +24,7 @@ from tests.scheduler.test_hand_off import ship
 from tests.support.late_device import LateDevice
 
 SHORT = settings(
-    max_examples=12,
+    max_examples=8,
     stateful_step_count=60,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

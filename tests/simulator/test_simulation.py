@@ -211,13 +211,13 @@ def test_one_prefill_worker_queues_like_md1(load: float) -> None:
     model = WorkerModel.model_validate({"chunk_tokens": 4096})
     listener, service = Listener(clock), 4096 / model.prefill_tokens_per_s
     worker = ModelledWorker(clock, record("p"), model, listener, ItlHistogram())
-    for number in range(40_000):
+    for number in range(15_000):
         at += chance.expovariate(load / service)
         arrivals.append(at)
         clock.at(at, worker.prefill, attempt(worker, 4096, 1, 8 * number))
     clock.run(lambda: False)
     waits = np.array(listener.first) - np.array(arrivals) - service
-    assert waits.mean() == pytest.approx(service * load / (2 * (1 - load)), rel=0.05)
+    assert waits.mean() == pytest.approx(service * load / (2 * (1 - load)), rel=0.08)
 
 
 def test_steps_in_one_go_equal_steps_one_by_one() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -19,18 +22,40 @@ from kvcache.device_memory import allocate_exported
 from kvcache.divided import SpreadKVCache, pool_of_parts
 from kvcache.layout import GroupSpec, KVGroupSpec, rank_spec
 from kvcache.pool import KVCache, open_pool
+from tests.harness.fork import ForkedProgram, Passed
 
 TIMEOUT_S = 30.0
 
 
+def forked_ranks() -> Any:
+    """Ranks that are started within it are forked from a process that has imported what they need, which
+    takes a new interpreter eight seconds."""
+
+    def forked(command: list[str], pass_fds: list[int], **_: Any) -> ForkedProgram:
+        _, _, module, _ = command
+        program = ForkedProgram(module, [Passed(pass_fds[0])], os.environ, Path("/dev/stderr"))
+        program.stdout.close()
+        return program
+
+    return patch.object(subprocess, "Popen", forked)
+
+
 @contextmanager
 def open_ranks(
-    path: Path, size: int, page_size: int, num_pages: int, divided: bool = False, **options: Any
+    path: Path,
+    size: int,
+    page_size: int,
+    num_pages: int,
+    divided: bool = False,
+    forks: bool = True,
+    **options: Any,
 ) -> Iterator[tuple[ModelRunner, Ranks]]:
     """A runner, in float32 unless the options of EngineConfig say otherwise, and its other ranks. `divided`:
-    each has its heads in memory of its own, as on GPUs."""
+    each has its heads in memory of its own, as on GPUs. `forks`: ranks on CPUs are forked_ranks."""
     config = EngineConfig(str(path), **{"dtype": "float32", "overlap": False, **options})
-    with Ranks(config, [config.device] * size, TIMEOUT_S) as ranks:
+    with forked_ranks() if forks and config.device == "cpu" else nullcontext():
+        started = Ranks(config, [config.device] * size, TIMEOUT_S)
+    with started as ranks:
         loaded = load_model(config, ranks.group)
         ranks.await_loaded()
         one = config.device == "cpu" and not divided

@@ -18,8 +18,8 @@ from engine.sampler import Sampler
 from kvtransfer.copies import CudaCopies
 from tools.gpu_dry_run import STORED, dry_run, group_of, make_model
 
-FAMILIES = ("gpt_oss-mxfp4", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3-wide")
-MORE = ("qwen3_moe-wide-fp8", "gemma2-wide")
+FAMILIES = ("gpt_oss-mxfp4", "deepseek_v32", "qwen3_next", "qwen3-wide")
+MORE = ("deepseek_v3", "qwen3_moe-wide-fp8", "gemma2-wide")
 """One of each kind of layer, and each format in which weights stay stored. `make gpu` runs all families."""
 REST = pytest.mark.invariants
 

@@ -211,19 +211,19 @@ _SETTINGS = settings(stateful_step_count=50, suppress_health_check=list(HealthCh
 
 
 class TestFetches(Fetches.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=12)
+    settings = settings(_SETTINGS, max_examples=8)
 
 
 class TestFetchesWindow(FetchesWindow.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=6)
 
 
 class TestFetchesState(FetchesState.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=6)
 
 
 class TestFetchesAll(FetchesAll.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=8)
+    settings = settings(_SETTINGS, max_examples=6)
 
 
 def run_with_host(machine: type[Fetches], times: settings) -> None:
@@ -240,7 +240,7 @@ WITH_HOST = pytest.mark.parametrize("machine", [FetchesHost, FetchesHostAll])
 
 @WITH_HOST
 def test_fetches_beside_a_host_tier(machine: type[Fetches]) -> None:
-    run_with_host(machine, settings(_SETTINGS, max_examples=15, stateful_step_count=60))
+    run_with_host(machine, settings(_SETTINGS, max_examples=10, stateful_step_count=60))
 
 
 _LONG = settings(_SETTINGS, max_examples=150, stateful_step_count=80)

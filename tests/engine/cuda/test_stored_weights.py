@@ -188,24 +188,27 @@ def is_mixture(family: str) -> bool:
     return "moe" in family or family in ("mixtral", "deepseek_v3", "gpt_oss")
 
 
+REST = pytest.mark.oracle_full
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("with_flashinfer", [True, False])
 @pytest.mark.parametrize(
     ("family", "form", "kept"),
     [
-        ("qwen3", "fp8_wide", "fp8"),
+        pytest.param("qwen3", "fp8_wide", "fp8", marks=REST),
         ("qwen3-wide", "fp8_wide", "fp8"),
         ("qwen3_moe-wide", "fp8_wide", "fp8"),
-        ("qwen2_moe-wide", "fp8_wide", "fp8"),
+        pytest.param("qwen2_moe-wide", "fp8_wide", "fp8", marks=REST),
         ("llama", "fp8", None),  # blocks of 24 inputs
-        ("qwen3_moe", "fp8_wide", "fp8"),
-        ("mixtral", "fp8_wide", "fp8"),
+        pytest.param("qwen3_moe", "fp8_wide", "fp8", marks=REST),
+        pytest.param("mixtral", "fp8_wide", "fp8", marks=REST),
         ("deepseek_v3", "fp8_wide", "fp8"),
         ("gpt_oss", "mxfp4", "mxfp4"),
-        ("qwen3-wide", "awq", "int4"),
+        pytest.param("qwen3-wide", "awq", "int4", marks=REST),
         ("phi3", "gptq", "int4"),
         ("mixtral", "awq", "int4"),
-        ("llama", "gptq_desc_act", None),
+        pytest.param("llama", "gptq_desc_act", None, marks=REST),
         ("qwen3", "gptq_v2", None),  # 8 bits
         ("gemma2", "ct_int4_zeros", "int4"),
     ],

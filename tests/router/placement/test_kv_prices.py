@@ -156,7 +156,7 @@ class Formula:
 cases = (fleets(), weights, st.sampled_from([0, 16, 100, 5000]), st.floats(0, 500), few)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(*cases)
 def test_the_choice_costs_least(
     fleet: Fleet, weighed: PolicyWeights, alone: int, output: float, seed: int
@@ -171,7 +171,7 @@ def test_the_choice_costs_least(
         assert min(alones, default=np.inf) > chosen - 1e-6
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(*cases)
 def test_the_costs_that_are_shown_are_the_formulas(
     fleet: Fleet, weighed: PolicyWeights, alone: int, output: float, seed: int
