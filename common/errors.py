@@ -15,6 +15,7 @@ BatonError
 ├── Unavailable             503  no worker can take the request within its bound
 │   └── Interrupted         503  this router ends a stream with which another can go on
 ├── Aborted                 410  an operator has ended the request
+├── TimeLimit               504  the request ran for as long as a request may
 ├── RequestFailed           500  the model has no usable output for this request (logits that are not finite)
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible
@@ -99,6 +100,10 @@ class Unavailable(BatonError):
 
 class Aborted(BatonError):
     """An operator has ended the request. No client is meant to try again."""
+
+
+class TimeLimit(BatonError):
+    """The request ran for as long as a request may, and had not ended."""
 
 
 class RequestFailed(BatonError):

@@ -18,6 +18,7 @@ from common.errors import (
     Overloaded,
     RequestFailed,
     ResponseNotFound,
+    TimeLimit,
     Unauthorized,
     UnsupportedMedia,
     UserError,
@@ -46,6 +47,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
     (Aborted, 410, "server_error", "aborted"),  # clients send no 410 again
+    (TimeLimit, 504, "server_error", "time_limit"),
     (RequestFailed, 500, "server_error", "request_failed"),
     (Interrupted, 503, "service_unavailable", "resume"),
     (BatonError, 503, "service_unavailable", None),
@@ -64,6 +66,8 @@ def to_http(error: BatonError) -> HttpError:
         headers.append((b"connection", b"close"))  # what still comes on it is the rest of the body
     elif status == 503:
         headers.append((b"retry-after", b"1"))
+    elif status == 504:
+        headers.append((b"x-should-retry", b"false"))  # OpenAI's clients would: it would take as long again
     param = error.param if isinstance(error, UserError) else None
     return HttpError(status, headers, error_body(str(error), kind, param, code))
 

@@ -140,6 +140,12 @@ class Model:
 
         return await self.long_texts.run(chat.size, lambda: self.tokenization.encode_chat(chat, check))
 
+    async def vocabulary_texts(self, tokens: list[int]) -> list[str]:
+        """Tokens as the vocabulary writes them. Raises Overloaded for many."""
+        if len(tokens) <= LONG:
+            return self.tokenization.vocabulary_texts(tokens)
+        return await self.long_texts.run(len(tokens), lambda: self.tokenization.vocabulary_texts(tokens))
+
     def _check_length(self, text: str, param: str) -> None:
         """Refuse a text that is longer than the context whatever its tokens are, before they are known."""
         limit = self.versions.context_limit

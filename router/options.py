@@ -35,6 +35,11 @@ class RoomOptions(Options):
     receipt_timeout_s: float = Field(
         15.0, gt=0, description="a worker that acknowledges nothing that long, and whose loop turns, is left"
     )
+    max_request_s: float | None = Field(
+        None, gt=0,
+        description="a request that has run for so long ends with a 504, or an error in its stream; null: it "
+        "runs for as long as its client waits",
+    )  # fmt: skip
     silence_s: float = Field(1.0, gt=0, description="before the router asks a worker where a room is")
     max_restarts: int = Field(
         5, ge=0, description="of a room since its last new token; those for leaving workers and for broken "

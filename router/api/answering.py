@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from common.errors import BatonError, InvalidRequest
+from common.errors import BatonError, InvalidRequest, TimeLimit
 from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
@@ -195,16 +195,25 @@ def generating(
     answer: Answer,
     resumed: Resumed | None = None,
 ) -> Iterator[Generation]:
-    """Submit, and stop what still runs when the block ends or the client goes."""
+    """Submit, and stop what still runs when the block ends, the client goes, or the operator's limit of time
+    has passed."""
     generation = router.submit(submission, assignment, answer, resumed)
-    watch = request.watch(generation)
+    watch, limit = request.watch(generation), router.options.max_request_s
+    loop = asyncio.get_running_loop()
+    timer = None if limit is None else loop.call_later(limit, _end_late, generation, limit)
     try:
         yield generation
     finally:
         watch.cancel()
+        if timer is not None:
+            timer.cancel()
         generation.cancel()
         _tell(router, request, generation)
         generation.close()
+
+
+def _end_late(generation: Generation, limit: float) -> None:
+    generation.fail(TimeLimit(f"this request has run for {limit:g} s, and no request may run for longer"))
 
 
 def _tell(router: Router, request: HttpRequest, generation: Generation) -> None:

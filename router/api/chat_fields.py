@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
 from router.text.chat import Chat
@@ -14,6 +14,14 @@ MOST_MESSAGES = 8192
 MOST_DOCUMENTS = 1024
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class ChatReasoning(BaseModel):
+    """The object in which OpenRouter's clients put an effort."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: ReasoningEffort
 
 
 class ChatFields(BaseModel):
@@ -26,6 +34,7 @@ class ChatFields(BaseModel):
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="for templates that know it, or whether to think; others have no use for it"
     )
+    reasoning: ChatReasoning | None = Field(None, description="its effort, unless reasoning_effort is given")
 
     def make_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
         """The chat, with lists of text parts joined. Raises InvalidRequest for other parts."""
@@ -41,9 +50,10 @@ class ChatFields(BaseModel):
     def _template_kwargs(self) -> dict[str, Any]:
         """With what has fields of its own. An effort says whether to think, by vLLM's and SGLang's names."""
         own: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            thinks = self.reasoning_effort != "none"
-            own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        if effort is not None:
+            thinks = effort != "none"
+            own = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         if self.documents is not None:
             own["documents"] = self.documents
         return {**own, **self.chat_template_kwargs}

@@ -75,6 +75,7 @@ class TokenizeBody(ChatFields):
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool = Field(False, description="the tokens as the vocabulary has them, too")
 
 
 class DetokenizeBody(BaseModel):
@@ -178,9 +179,12 @@ async def tokenize(router: Router, request: HttpRequest) -> None:
         tokens = await model.encode(body.prompt, body.add_special_tokens, "prompt", any_length=True)
     else:
         tokens = await model.encode_chat(body.make_chat(body.messages or [], body.tools), any_length=True)
-    await request.respond_json(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": model.versions.context_limit}
-    )
+    answer: dict[str, Any] = {
+        "tokens": tokens, "count": len(tokens), "max_model_len": model.versions.context_limit,
+    }  # fmt: skip
+    if body.return_token_strs:
+        answer["token_strs"] = await model.vocabulary_texts(tokens)
+    await request.respond_json(answer)
 
 
 async def detokenize(router: Router, request: HttpRequest) -> None:

@@ -37,11 +37,13 @@ _ERRORS = {
     404: "the model is not served here, or nothing of that id is kept",
     405: "the path does not take this method",
     408: "the rest of the body did not come in time",
+    410: "an operator has ended the request",
     413: "the body is too long",
     415: "the body is not JSON, or packed otherwise than with gzip",
     429: "too much waits already: try again after Retry-After seconds",
     500: "the model has no usable output for this request",
     503: "no worker can take the request now: try again after Retry-After seconds",
+    504: "the request ran for as long as a request may",
 }
 _EVENT: Schema = {
     "type": "object",

@@ -299,7 +299,7 @@ class Generation:
         """One choice failed: so has the request, and the other choices are stopped."""
         if self._error is None and self._running:
             self._error = error
-            self._rooms.stop(f"another choice failed: {error}")
+            self._rooms.stop(f"the request failed: {error}")
             self._end_all("error")
 
     def interrupt(self, error: BatonError) -> None:

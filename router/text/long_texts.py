@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from common.errors import Overloaded
 from common.freed_memory import return_freed_memory
@@ -20,6 +21,9 @@ _MOST_WAITING = 64 << 20  # characters of texts that are being tokenised or wait
 _GIVES_BACK = 1 << 20  # after a text of so many characters the allocator keeps tens of megabytes
 
 
+Result = TypeVar("Result")
+
+
 class LongTexts:
     """Belongs to one event loop."""
 
@@ -27,7 +31,7 @@ class LongTexts:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
         self._waiting = 0
 
-    async def run(self, size: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def run(self, size: int, encode: Callable[[], Result]) -> Result:
         """The result of `encode`, whose text has `size` characters. Raises Overloaded."""
         if self._waiting and self._waiting + size > _MOST_WAITING:
             waiting = f"{self._waiting} characters of other prompts wait to be tokenised"
@@ -43,7 +47,7 @@ class LongTexts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _encoded(size: int, encode: Callable[[], list[int]]) -> list[int]:
+def _encoded(size: int, encode: Callable[[], Result]) -> Result:
     try:
         return encode()
     finally:

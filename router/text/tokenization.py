@@ -74,6 +74,10 @@ class Tokenization:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
+    def vocabulary_texts(self, tokens: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them: a space may be "Ġ", and a character several tokens."""
+        return [str(self.tokenizer.id_to_token(token)) for token in tokens]
+
     def added_ids(self) -> dict[str, int]:
         """The tokens that are taken out of a text before all others, by their texts."""
         tokens = self.tokenizer.get_added_tokens_decoder().items()

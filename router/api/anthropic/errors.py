@@ -12,10 +12,12 @@ _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
+    410: "api_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from router.text.chat import Chat
 from router.text.tokenization import Tokenization
@@ -215,11 +216,15 @@ def test_native_generate(service: Service, tokenization: Tokenization) -> None:
     assert (last["text"], last["output_ids"]) == (one["text"], one["output_ids"])
 
 
-def test_tokenize_and_detokenize(service: Service, tokenization: Tokenization) -> None:
+def test_tokenize_and_detokenize(service: Service, tokenization: Tokenization, model: Path) -> None:
     router, *_ = service
     answer = router.http.post("/tokenize", json={"prompt": "Grüße 🙂"}).json()
     assert answer["tokens"] == tokenization.encode("Grüße 🙂")
     assert answer["max_model_len"] == 512
+    assert "token_strs" not in answer
+    named = router.http.post("/tokenize", json={"prompt": "Grüße 🙂", "return_token_strs": True}).json()
+    library = AutoTokenizer.from_pretrained(model)
+    assert named == {**answer, "token_strs": library.convert_ids_to_tokens(answer["tokens"])}
     assert router.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "Grüße 🙂"}
     chat = router.http.post("/tokenize", json={"messages": CHAT}).json()
     assert chat["tokens"] == tokenization.encode_chat(Chat(CHAT))

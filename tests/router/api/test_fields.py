@@ -152,6 +152,8 @@ def test_an_effort_is_the_templates_and_documents_too(router: RouterProcess) -> 
     off = prompt(chat_template_kwargs={"enable_thinking": False})
     assert prompt(reasoning_effort="none") == off != prompt()
     assert prompt(reasoning_effort="high") == prompt()
+    assert prompt(reasoning={"effort": "none"}) == off
+    assert prompt(reasoning={"effort": "none"}, reasoning_effort="high") == prompt()
     assert prompt(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}) == off
     assert prompt(documents=[{"title": "a"}]) == prompt()  # which this template does not know
 

@@ -52,6 +52,7 @@ def test_each_form_has_the_parts_where_the_model_reads_them() -> None:
     assert DEEPSEEK.prompt("a", "b") == "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"
     assert SEED.prompt("a", "b") == "<[fim-suffix]>b<[fim-prefix]>a<[fim-middle]>"
     assert CODESTRAL.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
+    assert CODESTRAL.tokens == ("[PREFIX]", "[SUFFIX]")
 
 
 @pytest.mark.parametrize("form", FILL_IN_FORMS, ids=lambda form: form.prefix)
@@ -92,6 +93,7 @@ def test_a_suffix_that_cannot_be_followed_is_named(service: tuple[RouterProcess,
         answer = complete(router, **fields)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param, answer.text
+    assert "a prompt is a text" in complete(router, prompt=[1, 2]).json()["error"]["message"]
     too_long = complete(router, prompt="a", suffix="word " * 600)
     assert too_long.status_code == 400
     assert too_long.json()["error"]["code"] == "context_length_exceeded"

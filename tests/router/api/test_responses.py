@@ -304,6 +304,22 @@ def create(router: RouterProcess, **fields: Any) -> dict[str, Any]:
     return found
 
 
+def test_what_a_request_says_of_itself_is_told(service: Service) -> None:
+    (router, _), _ = service
+    said = {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "user": "u"}
+    answer = create(router, **said)
+    assert {name: answer[name] for name in said} == said
+    assert {name: create(router)[name] for name in said} == dict.fromkeys(said)
+    asked = {"input": "a", "max_output_tokens": 2, "stream": True, **said}
+    lines = router.http.post("/v1/responses", json=asked).text.split("\n")
+    first, *_, last = (event.json for event in sse_events(lines))
+    for event in (first, last):
+        assert {name: event["response"][name] for name in said} == said
+    for name, wrong in (("prompt_cache_retention", "1h"), ("safety_identifier", "x" * 300)):
+        refused = router.http.post("/v1/responses", json={"input": "a", name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 def test_a_conversation_over_both_routers(service: Service, tokenization: Tokenization) -> None:
     (first, second), _ = service
     one = create(first, instructions="Be brief", metadata={"a": "b"})

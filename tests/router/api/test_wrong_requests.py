@@ -331,3 +331,4 @@ def test_efforts_are_those_that_templates_know(router: RouterProcess) -> None:
         taken(router, CHATS, reasoning_effort=effort)
     for effort in ("extreme", "", 3, ["low"]):
         assert refused(router, CHATS, reasoning_effort=effort)["param"] == "reasoning_effort"
+        assert refused(router, CHATS, reasoning={"effort": effort})["param"].startswith("reasoning")

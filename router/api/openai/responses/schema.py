@@ -82,6 +82,10 @@ class ResponseBody(RequestBody, SamplingBody):
     reasoning: ReasoningConfig | None = None
     metadata: dict[Label, str] | None = Field(None, max_length=16, description="told in the answer")
     prompt_cache_key: Label = ""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="told in the answer"
+    )
+    safety_identifier: Label | None = Field(None, description="told in the answer")
     truncation: Literal["disabled"] = Field("disabled", description="only disabled")
     n: int = Field(1, ge=1, le=128, description="only 1")
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
