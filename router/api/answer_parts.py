@@ -30,7 +30,7 @@ async def grammar_and_parsing(
     Raises InvalidRequest.
     """
     functions = tools.callable_tools()
-    calls = tools.calls_wanted(functions, wanted is not None)
+    calls = tools.calls_wanted(functions, wanted)
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, continued))
     schemas = None if functions is None else tool_schemas(functions)
     return grammar, model.parsing(prompt, schemas, True, shows_special, tools.are_required, continued)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
+from router.text.grammars import Wanted
 from router.text.output_grammars import CallsWanted
 from router.text.tool_formats.calls import Schemas
 from router.text.tool_formats.syntax import CalledTool
@@ -15,6 +16,8 @@ from router.text.tool_formats.syntax import CalledTool
 MOST_TOOLS = 1024
 _LONGEST_NAME = 256  # characters
 _NAME = re.compile(rf"[\w.:/-]{{1,{_LONGEST_NAME}}}")  # what every form of calls can have
+_CONTENT_FORMATS = ("response_format", "text.format", "output_config")
+"""What they say is of the content alone, if an answer has one."""
 Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)]
 
@@ -75,9 +78,11 @@ class ToolFields(BaseModel):
             case choice:
                 return choice == "required"
 
-    def calls_wanted(self, tools: list[dict[str, Any]] | None, has_body: bool) -> CallsWanted | None:
-        """What grammars say of calls; None: nothing. `tools` are those of `callable_tools`; `has_body`: the
-        content has to match something."""
+    def calls_wanted(self, tools: list[dict[str, Any]] | None, wanted: Wanted | None) -> CallsWanted | None:
+        """What grammars say of calls; None: nothing. `tools` are those of `callable_tools`; `wanted`: what
+        the content has to match. Raises InvalidRequest where an output cannot do both."""
+        if wanted is not None and self.are_required and not wanted.param.startswith(_CONTENT_FORMATS):
+            raise InvalidRequest(f"{wanted.param} and a demanded call exclude each other", wanted.param)
         called = [
             CalledTool(
                 f["name"],
@@ -90,7 +95,7 @@ class ToolFields(BaseModel):
         if isinstance(self.tool_choice, NamedTool):
             named = [tool for tool in called if tool.name == self.tool_choice.function.name]
             return CallsWanted(named, required=True, several=False)
-        if called and (self.are_required or has_body or any(tool.follows for tool in called)):
+        if called and (self.are_required or wanted is not None or any(tool.follows for tool in called)):
             return CallsWanted(called, self.are_required, self.parallel_tool_calls)
         return None
 

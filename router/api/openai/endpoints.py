@@ -34,7 +34,7 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = body.best_told((body.top_logprobs or 0) if body.logprobs else None)
-    calls = body.calls_wanted(tools, wanted is not None)
+    calls = body.calls_wanted(tools, wanted)
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, chat.continued))
     sampling = body.sampling(length, top, model, grammar)
     thoughts = None

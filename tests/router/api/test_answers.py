@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from router.api.openai.logprobs import TextOffsets, TokenNames, completion_logprobs
@@ -48,6 +49,33 @@ def events(router: RouterProcess, path: str, **body: Any) -> list[dict[str, Any]
     with router.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         return [event.json for event in list(sse_events(response.iter_lines()))[:-1]]
+
+
+ANSWERED: dict[str, dict[str, Any]] = {
+    CHATS: {"messages": CHAT, "max_tokens": 3, "logprobs": True},
+    COMPLETIONS: {"prompt": ["a", "b"], "max_tokens": 3, "n": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 16},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 3}},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [70]},
+}
+
+
+def test_answers_are_as_the_document_says(router: RouterProcess) -> None:
+    """Every endpoint's, and an error of it."""
+    document = router.http.get("/openapi.json").json()
+    posts = {path: item["post"]["responses"] for path, item in document["paths"].items() if "post" in item}
+    assert posts.keys() == ANSWERED.keys()
+    for path, described in posts.items():
+        for body, status in ((ANSWERED[path], 200), ({"nothing": 1}, 400)):
+            answer = router.http.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            schema = described[str(status)]["content"]["application/json"]["schema"]
+            assert schema.keys() & {"properties", "anyOf", "$ref"}
+            jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
 
 
 def text_of(tokenization: Tokenization, prompt: list[int], count: int) -> str:

@@ -222,6 +222,11 @@ STRICT: list[Any] = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict":
         ({"tools": TOOLS, "tool_choice": ONLY_G}, ('\\"g\\"',), ('\\"f\\"',)),
         ({"tools": STRICT}, ('"lenient": false', '"lenient": true', "triggered"), ("@body",)),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, ("@body", '\\"f\\"'), ()),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            ('\\"f\\"', '\\"g\\"', "call)*"),
+            ("@body",),
+        ),
     ],
 )
 def test_grammars_demand_calls(
@@ -255,6 +260,20 @@ def test_grammars_demand_calls(
             "tools.0.function.parameters: ",
         ),
         ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice", "required"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a+"}},
+            "structured_outputs.regex",
+            "a demanded call",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+                "guided_json": {"type": "object"},
+            },
+            "guided_json",
+            "a demanded call",
+        ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
             "tool_choice",
