@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections.abc import Callable
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from router.text.messages import with_parsed_arguments
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
 from router.text.output_source import Source
+from router.text.tool_formats import pythonic
 
 SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "o": {"type": "object"}}}
 NAMES: dict[str, dict[str, Any]] = {"f": SCHEMA, "g": {}}
@@ -397,13 +400,27 @@ def test_the_deepest_call_that_is_told_can_be_given_back(tools: str) -> None:
     "opening", ["<|python_start|>[f(", "<|python_start|>[f(a='", '<|python_start|>[f(a=\\"']
 )
 def test_lists_that_never_end_are_not_read_to_the_end_of_the_text_each(opening: str) -> None:
-    spent = []
-    for count in (1000, 8000):
-        text = opening * count
-        began = time.process_time()
-        assert found(parts_of([text], "pythonic")) == ("", text, [])
-        spent.append(time.process_time() - began)
-    assert spent[1] < 32 * spent[0]  # 64 times as long if each is read to the end of the text
+    executed = [lines_of(opening * count, pythonic._size) for count in (100, 800)]
+    assert 400 < executed[1] < 16 * executed[0]  # 64 times as many if each is read to the end of the text
+
+
+def lines_of(text: str, function: Callable[..., Any]) -> int:
+    """Lines of a function that are executed while a text is read that is all content."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal executed
+        executed += event == "line"
+        return trace if frame.f_code is function.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        read = found(parts_of([text], "pythonic"))
+    finally:
+        sys.settrace(before)
+    assert read == ("", text, [])
+    return executed
 
 
 @pytest.mark.parametrize(
