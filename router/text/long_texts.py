@@ -31,14 +31,14 @@ class LongTexts:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
         self._waiting = 0
 
-    async def run(self, size: int, encode: Callable[[], Result]) -> Result:
-        """The result of `encode`, whose text has `size` characters. Raises Overloaded."""
+    async def run(self, size: int, convert: Callable[[], Result]) -> Result:
+        """The result of `convert`, of a text of `size` characters or tokens. Raises Overloaded."""
         if self._waiting and self._waiting + size > _MOST_WAITING:
             waiting = f"{self._waiting} characters of other prompts wait to be tokenised"
             raise Overloaded(waiting, 1.0, "tokenizer")
         self._waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, _encoded, size, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _converted, size, convert)
         finally:
             self._waiting -= size
 
@@ -47,9 +47,9 @@ class LongTexts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _encoded(size: int, encode: Callable[[], Result]) -> Result:
+def _converted(size: int, convert: Callable[[], Result]) -> Result:
     try:
-        return encode()
+        return convert()
     finally:
         if size > _GIVES_BACK:
             return_freed_memory()

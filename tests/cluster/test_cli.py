@@ -75,7 +75,7 @@ def test_commands_that_ask_a_router_load_neither_ray_nor_torch() -> None:
     names = ["top", "tree_command", "cache_command", "forget_command", "trace_command", "chat_command"]
     script = f"import {', '.join(f'cluster.{name}' for name in names)}, sys; print(*sys.modules)"
     said = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
     )
     assert {"ray", "torch", "transformers"}.isdisjoint(said.stdout.split())
 

@@ -8,7 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -27,7 +27,7 @@ class ForkedProgram:
     """
 
     def __init__(
-        self, module: str, arguments: list[str | Passed], environment: Mapping[str, str], log: Path
+        self, module: str, arguments: Sequence[str | Passed], environment: Mapping[str, str], log: Path
     ) -> None:
         """Its stderr goes to `log`."""
         reading, writing = os.pipe()
@@ -84,7 +84,7 @@ def _detached(passed: Any) -> int:
 
 
 def _run(
-    module: str, arguments: list[str | int], environment: dict[str, str], log: Path, stdout: int
+    module: str, arguments: Sequence[str | int], environment: dict[str, str], log: Path, stdout: int
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)

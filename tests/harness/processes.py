@@ -51,7 +51,7 @@ class Child:
         self.process: ForkedProgram | subprocess.Popen[bytes]
         # The process that forks stays in the network in which it was started; tests/hosts enters others.
         if module in FORKED and os.stat(_NETWORK).st_ino == _OWN_NETWORK:
-            self.process = ForkedProgram(command[0], [*command[1:]], environment, self.log)
+            self.process = ForkedProgram(command[0], command[1:], environment, self.log)
         else:
             with self.log.open("w") as log:
                 self.process = subprocess.Popen(
