@@ -8,6 +8,7 @@ EXPERTS = (
     "MixtralExperts",
     "MiniMaxM2Experts",
     "Ernie4_5_MoeExperts",
+    "Gemma4TextExperts",
     "Glm4MoeExperts",
     "GraniteMoeHybridExperts",
     "Glm4MoeLiteExperts",

@@ -11,18 +11,19 @@ from typing import Any
 
 from engine.checkpoint.formats import stored_format
 from engine.errors import UnsupportedModel
-from engine.families import dense, hybrid, latent, windowed
+from engine.families import dense, hybrid, latent, shared, windowed
 from engine.families.base import Family
 
 FAMILIES: dict[str, Family] = {
     **dense.FAMILIES,
     **hybrid.FAMILIES,
     **latent.FAMILIES,
+    **shared.FAMILIES,
     **windowed.FAMILIES,
 }
 """model_type -> its family. Each is tested token by token against transformers.generate."""
 
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
 """Types that depend only on a token's own position, "longrope" as far as longest_context() goes. "dynamic"
 scales by the longest position in the input, which in a pack may belong to another sequence."""
 
@@ -31,13 +32,16 @@ _MUST_BE_OFF = {
     "final_logit_softcapping": "the sampler does not compute soft-capped logits",
     "attention_chunk_size": "chunked attention hides tokens that the paged backends would show",
     "alibi": "the paged backends do not add ALiBi's bias to scores",
-    "num_kv_shared_layers": "the page layout has no layers that share another layer's KV",
+    "num_kv_shared_layers": "layers that read another layer's KV are computed in the families that have them",
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
     "index_topk": "attention to what an indexer chooses is computed over latents alone",
     "cross_attention_layers": "cross attention needs an encoder's KV",
 }
 """config.json key -> why any value other than null, false, 0 or an empty list is refused."""
 
+
+_AMONG_IMAGES = "vision"
+"""Gemma 4: the tokens of an image see one another. Text is causal."""
 
 _NOT_SERVED = {
     "jamba": "transformers' scan of several tokens ignores the state that is passed to it",
@@ -80,7 +84,8 @@ def _family(config: Any) -> Family:
 
 
 def _check_masks(config: Any, family: Family) -> None:
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if not getattr(config, "is_causal", True) or bidirectional not in (None, False, _AMONG_IMAGES):
         raise UnsupportedModel("config.json asks for bidirectional attention", "use a causal decoder")
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types)
     if unknown:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,12 @@ class AttentionLayer:
     sinks: bool = False  # whether a learned logit per head joins each softmax
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
     top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
+    shares: int | None = None  # the layer whose keys and values it reads; None: its own
+
+    @property
+    def kv_layer(self) -> int:
+        """The layer whose pages it reads."""
+        return self.layer if self.shares is None else self.shares
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,11 @@ class LoadedModel:
     attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
     replaced: dict[str, int]  # class name -> number of modules replaced
     kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4", "int4"
+
+    @property
+    def shared(self) -> dict[int, int]:
+        """Layer without keys and values of its own -> the layer whose it reads."""
+        return {facts.layer: facts.shares for facts in self.attention if facts.shares is not None}
 
 
 def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
@@ -103,7 +115,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
     )
-    attention = _attention_layers(model)
+    attention = _attention_layers(model, family.shared(hf_config))
     _check_layers(groups, attention)
     spec = ModelSpec(
         groups=groups,
@@ -245,7 +257,7 @@ def _dtype(config: EngineConfig, hf_config: Any, local: bool) -> torch.dtype:
         raise _unreadable(config.model, error) from error
 
 
-def _attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
+def _attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLayer, ...]:
     """Every attention module, in layer order. The modules are read, not the config, because they compute."""
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = model.config.num_attention_heads  # of this rank
@@ -258,6 +270,7 @@ def _attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
             hasattr(m, "sinks"),
             getattr(m, "attn_logit_softcapping", None),
             getattr(m, "top_tokens", None),
+            shared.get(m.layer_idx),
         )
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )
@@ -281,7 +294,8 @@ def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer
         if group.kind != "state"
         for layer in group.layer_ids
     }
-    if {facts.layer: facts.window for facts in attention} != windows:
+    own = {facts.layer: facts.window for facts in attention if facts.shares is None}
+    if own != windows or any(own.get(facts.kv_layer, 0) != facts.window for facts in attention):
         raise UnsupportedModel(
             "its attention layers or windows differ from those in its config.json", "use another checkpoint"
         )

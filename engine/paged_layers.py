@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -157,7 +157,11 @@ class LimitsSteps(Protocol):
 
 
 class PagedLayers:
-    """A model's attention backends, one per KV group, and the backend of each layer."""
+    """A model's attention backends, one per KV group, and the backend of each layer.
+
+    `shared`: layer without keys and values of its own -> the layer whose it reads. transformers gives it
+    those of the new tokens, and it writes them again where they are. A backend needs no second form for it.
+    """
 
     def __init__(
         self,
@@ -165,11 +169,13 @@ class PagedLayers:
         window: AttentionBackend | None,
         groups: Sequence[GroupSpec],
         latent: LatentBackend | None = None,
+        shared: Mapping[int, int] | None = None,
     ) -> None:
         self.full = full
         self.window = window
         self.latent = latent
         self._groups = groups
+        self._shared = shared or {}
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
@@ -177,6 +183,7 @@ class PagedLayers:
             if (backend := backends.get(group.kind)) is not None
             for place, layer in enumerate(group.layer_ids)
         }
+        self.of_layer |= {layer: self.of_layer[own] for layer, own in self._shared.items()}
         self.latent_of_layer: dict[int, tuple[LatentBackend, int]] = {
             layer: (latent, place)
             for group in groups
@@ -202,7 +209,7 @@ class PagedLayers:
         def fix(backend: Any) -> Any:
             return None if backend is None else backend.fixed(sequences, context_pages)
 
-        return PagedLayers(fix(self.full), fix(self.window), self._groups, fix(self.latent))
+        return PagedLayers(fix(self.full), fix(self.window), self._groups, fix(self.latent), self._shared)
 
     def check_step(self, tokens: int, sequences: int) -> None:
         """Raises BackendUnavailable if a backend may refuse a step of so many new tokens and sequences."""

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that takes images, too: Gemma 3, Mistral Small 3, Qwen 3.5, Kimi K2.5.
+"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, Mistral Small 3, Qwen 3.5, Kimi K2.5.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
 """
@@ -15,6 +15,7 @@ Weight = TypeVar("Weight")
 
 _ARCHITECTURES = {
     "gemma3": ("Gemma3ForConditionalGeneration",),
+    "gemma4": ("Gemma4ForConditionalGeneration",),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     "mistral3": ("Mistral3ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),

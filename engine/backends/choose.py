@@ -24,7 +24,7 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
         if isinstance(pool, MLAKVCache):
             latent = build_latent(config, pool, loaded.attention)
         if isinstance(pool, MHAKVCache) and group.layer_ids:
-            layers = [facts for facts in loaded.attention if facts.layer in group.layer_ids]
+            layers = [facts for facts in loaded.attention if facts.kv_layer in group.layer_ids]
             scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
             if len(scales) != 1 or len(heads) != 1:
                 raise UnsupportedModel(
@@ -35,7 +35,7 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
                 "a config has one attn_logit_softcapping"
             )
             built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks, softcap)
-    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent)
+    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent, loaded.shared)
 
 
 def build_attention(

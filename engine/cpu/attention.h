@@ -67,7 +67,7 @@ constexpr int kProductRows = 512;  // (token, head) rows that share one packed c
 constexpr int kMinProductRows = 64;  // an item has at least so many, if its sequence has them
 constexpr int kFairItems = 8;        // a long chunk has at least so many items for each thread
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr float kUnseen = -1e36f;  // the score of a token that a row does not see. Its weight is 0, even if the row's
                                    // maximum is still -1e30
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcache.layout import KVGroupSpec
     from kvcache.pool import MHAKVCache
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def check_supported(spec: KVGroupSpec) -> None:

@@ -29,8 +29,10 @@ struct Call {
   int32_t experts;
   int32_t hidden;
   int32_t inner;
-  // A gate g and an up u become g / (1 + e^(-sharpness g)) (u + offset), both bounded first.
+  // A gate g and an up u become g / (1 + e^(-sharpness (g + cubic g^3))) (u + offset), both bounded first. With a cubic
+  // part this is GELU by tanh, as 1 + tanh(x) = 2 / (1 + e^(-2x)).
   float sharpness;
+  float cubic;
   float offset;
   float limit;  // g <= limit, |u| <= limit; infinity: no bound
   int32_t threads;

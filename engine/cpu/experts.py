@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.expert_classes import CLAMPED
+
+_ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 
 
 def fusible(experts: Any) -> bool:
@@ -23,7 +25,7 @@ def fusible(experts: Any) -> bool:
         packable(gate_up[0])
         and packable(down[0])
         and down.shape[1] % GROUP == 0
-        and (type(experts).__name__ == CLAMPED or isinstance(experts.act_fn, nn.SiLU | SiLUActivation))
+        and (type(experts).__name__ == CLAMPED or isinstance(experts.act_fn, _ACTIVATIONS))
     )
 
 
@@ -38,7 +40,7 @@ class ExpertsCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")),
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("chosen_count", "experts", "hidden", "inner")),
-        *((name, ctypes.c_float) for name in ("sharpness", "offset", "limit")),
+        *((name, ctypes.c_float) for name in ("sharpness", "cubic", "offset", "limit")),
         ("threads", ctypes.c_int32),
     )
 
@@ -50,6 +52,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         packer = packer or Packer()
         clamped = type(experts).__name__ == CLAMPED
+        sharpness, cubic, offset, limit = _activation(experts)
         gate_up, down = _weights(experts)
         count, width, hidden = gate_up.shape
         halves = [
@@ -68,9 +71,10 @@ class PackedExperts(nn.Module):
             experts=count,
             hidden=hidden,
             inner=width // 2,
-            sharpness=experts.alpha if clamped else 1.0,
-            offset=1.0 if clamped else 0.0,
-            limit=experts.limit if clamped else math.inf,
+            sharpness=sharpness,
+            cubic=cubic,
+            offset=offset,
+            limit=limit,
         )
         if clamped:
             self._biases = (
@@ -103,6 +107,15 @@ def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights as [experts, 2 x inner, hidden] and [experts, hidden, inner], for both storage orders."""
     gate_up, down = experts.gate_up_proj, experts.down_proj
     return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
+
+
+def _activation(experts: Any) -> tuple[float, float, float, float]:
+    """The numbers of a module's activation function in ExpertsCall: sharpness, cubic, offset, limit."""
+    if type(experts).__name__ == CLAMPED:
+        return experts.alpha, 0.0, 1.0, experts.limit
+    if isinstance(experts.act_fn, GELUTanh):
+        return 2 * math.sqrt(2 / math.pi), 0.044715, 0.0, math.inf
+    return 1.0, 0.0, 0.0, math.inf
 
 
 def _halves(gate_up: torch.Tensor, alternate: bool) -> tuple[torch.Tensor, torch.Tensor]:

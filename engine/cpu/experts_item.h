@@ -94,7 +94,9 @@ class Mixture {
     const Vec most = splat(call_.limit), least = splat(-call_.limit);
     gate = min(most, gate);
     up = max(least, min(most, up));
-    const Vec decay = exp_vector(mul(splat(-call_.sharpness), gate));
+    Vec slope = gate;
+    if (call_.cubic != 0.0f) slope = mul_add(mul(splat(call_.cubic), mul(gate, gate)), gate, gate);
+    const Vec decay = exp_vector(mul(splat(-call_.sharpness), slope));
     return mul(divide(gate, add(splat(1.0f), decay)), add(up, splat(call_.offset)));
   }
 

@@ -53,7 +53,11 @@ def launch(
 
 def tile_options(dim: int, splits: int) -> dict[str, int]:
     """The tokens of a tile, its warps, and the tiles being loaded. Many rows need few warps each: on an H200
-    64 rows of 512 tokens with 8 KV heads of 128 take 36 us with 2 warps and 48 with 4, one row 7.1 with 4."""
+    64 rows of 512 tokens with 8 KV heads of 128 take 36 us with 2 warps and 48 with 4, one row 7.1 with 4.
+    Two tiles of K and V are in a GPU's 99 KiB at least, for heads of 512 with 16 tokens, and 8 warps have
+    registers for them."""
+    if dim > 256:
+        return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
     if dim > 128:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
     return {"TOKENS": 64, "num_warps": 4 if splits > 1 else 2, "num_stages": 2}

@@ -23,6 +23,7 @@ NORMS = (
     "Ernie4_5_MoeRMSNorm",
     "Exaone4RMSNorm",
     "FalconH1RMSNorm",
+    "Gemma4RMSNorm",
     "Glm4MoeLiteRMSNorm",
     "Glm4MoeRMSNorm",
     "Glm4RMSNorm",
@@ -39,7 +40,7 @@ NORMS = (
     "Phi3RMSNorm",
     "SmolLM3RMSNorm",
 )
-"""transformers' norms that multiply by their weight."""
+"""transformers' norms that multiply by their weight. Some of Gemma 4's have none, and stay."""
 
 NORMS_PLUS_ONE = (
     "Gemma2RMSNorm",
@@ -61,6 +62,7 @@ MLPS = (
     "Exaone4MLP",
     "Gemma2MLP",
     "Gemma3MLP",
+    "Gemma4TextMLP",
     "GemmaMLP",
     "Glm4MoeLiteMLP",
     "Glm4MoeMLP",
@@ -133,6 +135,11 @@ class StoredLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         return self._product(x, self.bias)
+
+
+def has_weight(norm: Any) -> bool:
+    """Whether FlashInferNorm computes the same as this module."""
+    return getattr(norm, "weight", None) is not None
 
 
 def fusible_mlp(mlp: Any) -> bool:

@@ -5,4 +5,4 @@ from __future__ import annotations
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)

@@ -27,6 +27,7 @@ from engine.cuda.layers import (
     FlashInferNorm,
     StoredLinear,
     fusible_mlp,
+    has_weight,
 )
 from engine.cuda.limits import DTYPES
 from engine.cuda.stored_experts import StoredExperts
@@ -44,7 +45,7 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     for name in MLPS:
         table[name] = partial(_replace, fusible_mlp, partial(FlashInferMLP, products=products))
     for name in (*NORMS, *NORMS_PLUS_ONE):
-        table[name] = partial(_replace, lambda _: True, FlashInferNorm)
+        table[name] = partial(_replace, has_weight, FlashInferNorm)
     for name in EXPERTS:
         table[name] = partial(_replace, lambda _: True, partial(StoredExperts.of, products=products))
     table["Linear"] = partial(_replace, _is_stored, partial(StoredLinear, products=products))
@@ -67,8 +68,7 @@ def _replace(
     config: EngineConfig,
 ) -> nn.Module | None:
     """Replace a module that `fits` by what `build` makes of it; `linear: torch` keeps it."""
-    dtype: torch.dtype = next(module.parameters()).dtype
-    if config.linear == "torch" or dtype not in DTYPES or not fits(module):
+    if config.linear == "torch" or not fits(module) or next(module.parameters()).dtype not in DTYPES:
         return None
     try:
         return build(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,12 @@ def no_preparation(model: nn.Module) -> None:
     del model
 
 
+def nothing_shared(config: Any) -> Mapping[int, int]:
+    """For families in which each layer that attends has keys and values of its own."""
+    del config
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type. The callables get the transformers config of the text model."""
@@ -39,3 +45,5 @@ class Family:
     allows: frozenset[str] = frozenset()  # keys of the gate's table that this family does compute
     check: Callable[[Any], None] = no_further_check  # raises UnsupportedModel
     prepare: Callable[[nn.Module], None] = no_preparation  # replaces modules that cannot take a pack
+    shared: Callable[[Any], Mapping[int, int]] = nothing_shared
+    """Layer without keys and values of its own -> the earlier layer whose it reads."""

@@ -40,7 +40,7 @@ def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, .
     return groups
 
 
-def _check_named(config: Any) -> None:
+def check_named(config: Any) -> None:
     """If there are sliding layers, sliding_window must be valid."""
     if _named(config):
         _check_window(config)
@@ -69,9 +69,9 @@ def _check_window(config: Any) -> None:
         )
 
 
-def _by_layer_type(architecture: str) -> Family:
+def by_layer_type(architecture: str) -> Family:
     """A family in which layer_types names the layers that have sliding_window. It may name none."""
-    return Family(architecture, _groups_of(_named), _LAYER_TYPES, check=_check_named)
+    return Family(architecture, _groups_of(_named), _LAYER_TYPES, check=check_named)
 
 
 def _all_alike(architecture: str) -> Family:
@@ -86,21 +86,21 @@ def _scale_logits(model: Any) -> None:
 FAMILIES: dict[str, Family] = {
     "mixtral": _all_alike("MixtralForCausalLM"),
     "phi3": _all_alike("Phi3ForCausalLM"),
-    "qwen2_moe": _by_layer_type("Qwen2MoeForCausalLM"),
+    "qwen2_moe": by_layer_type("Qwen2MoeForCausalLM"),
     "gemma2": replace(
-        _by_layer_type("Gemma2ForCausalLM"),
+        by_layer_type("Gemma2ForCausalLM"),
         allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
         prepare=cap_logits,
     ),
     "ministral3": _all_alike("Ministral3ForCausalLM"),
     "mistral": _all_alike("MistralForCausalLM"),
-    "qwen2": _by_layer_type("Qwen2ForCausalLM"),
-    "qwen3": _by_layer_type("Qwen3ForCausalLM"),
+    "qwen2": by_layer_type("Qwen2ForCausalLM"),
+    "qwen3": by_layer_type("Qwen3ForCausalLM"),
     "qwen3_moe": _all_alike("Qwen3MoeForCausalLM"),
-    "gemma3_text": _by_layer_type("Gemma3ForCausalLM"),
-    "gpt_oss": _by_layer_type("GptOssForCausalLM"),
-    "cohere2": replace(_by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
-    "exaone4": _by_layer_type("Exaone4ForCausalLM"),
-    "olmo3": _by_layer_type("Olmo3ForCausalLM"),
-    "smollm3": _by_layer_type("SmolLM3ForCausalLM"),
+    "gemma3_text": by_layer_type("Gemma3ForCausalLM"),
+    "gpt_oss": by_layer_type("GptOssForCausalLM"),
+    "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
+    "exaone4": by_layer_type("Exaone4ForCausalLM"),
+    "olmo3": by_layer_type("Olmo3ForCausalLM"),
+    "smollm3": by_layer_type("SmolLM3ForCausalLM"),
 }

@@ -39,6 +39,7 @@ _GPT_OSS: Dimensions = {  # gates and ups alternate
     "experts.down_proj": 1,
     "experts.down_proj_bias": _ONCE,
 }
+_EXPERTS: Dimensions = {"experts.gate_up_proj": 1, "experts.down_proj": 2}  # of all experts
 _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
@@ -52,6 +53,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "gemma4_text": _EXPERTS,
     "glm4": _JOINED,
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
@@ -68,10 +70,10 @@ FAMILIES = tuple(sorted(_OF_TYPE))
 _KV_HEADS = "num_key_value_heads"
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
-    *("num_attention_heads", _KV_HEADS, "intermediate_size"),
+    *("num_attention_heads", "intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-"""Keys of config.json of which each rank has its share."""
+"""Keys of config.json of which each rank has its share, beside the KV heads."""
 
 
 def _gate_up(config: Any) -> dict[str, tuple[int, ...]]:
@@ -83,7 +85,12 @@ def _qkv_and_gate_up(config: Any) -> dict[str, tuple[int, ...]]:
     return {"qkv_proj.weight": (heads * dim, kv_heads * dim, kv_heads * dim), **_gate_up(config)}
 
 
+def _experts(config: Any) -> dict[str, tuple[int, ...]]:
+    return {"experts.gate_up_proj": (config.moe_intermediate_size,) * 2} if config.enable_moe_block else {}
+
+
 _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
+    "gemma4_text": _experts,
     "glm4": _gate_up,
     "phi3": _qkv_and_gate_up,
 }
@@ -94,6 +101,17 @@ def _segments(config: Any) -> dict[str, tuple[int, ...]]:
     """The rows of each projection in weights of several, by the last two parts of their names."""
     of_type = _SEGMENTS.get(config.model_type)
     return {} if of_type is None else of_type(config)
+
+
+def _kv_heads_of_layers(config: Any) -> list[int]:
+    if not config.is_heterogeneous:
+        return [config.num_key_value_heads] * config.num_hidden_layers
+    return [heads.num_key_value_heads for heads in config.per_layer_config]
+
+
+def _layer(name: str) -> int:
+    """The number of the layer in a weight's name."""
+    return int(name.rpartition("layers.")[2].split(".")[0])
 
 
 @dataclass(frozen=True)
@@ -113,27 +131,37 @@ class Shard:
                 f"use 1, or one of {', '.join(FAMILIES)}",
             )
         part = copy.deepcopy(config)
-        part.head_dim = head_dim(config)
-        can_repeat = "qkv_proj.weight" not in _segments(config)
+        if config.is_heterogeneous:  # Gemma 4
+            part.per_layer_config = {
+                layer: {"head_dim": heads.head_dim, _KV_HEADS: self._kv_heads(heads)}
+                for layer, heads in enumerate(config.per_layer_config)
+            }
+        else:
+            part.head_dim = head_dim(config)
+            setattr(part, _KV_HEADS, self._kv_heads(config))
         for key in _DIVIDED:
-            whole = getattr(config, key, None)
-            if whole is None:
-                continue
-            if key == _KV_HEADS and self.size % whole == 0 and can_repeat:
-                setattr(part, key, 1)
-                continue
-            if whole % self.size:
-                raise ConfigError(
-                    "tp_size", f"{key} is {whole} in config.json", f"use a number that divides {whole}"
-                )
-            setattr(part, key, whole // self.size)
+            if (whole := getattr(config, key, None)) is not None:
+                setattr(part, key, self._share(key, whole))
         return part
+
+    def _kv_heads(self, config: Any) -> int:
+        """Of this part, in a config whose layers all have the same."""
+        whole: int = config.num_key_value_heads
+        can_repeat = "qkv_proj.weight" not in _segments(config)
+        return 1 if self.size % whole == 0 and can_repeat else self._share(_KV_HEADS, whole)
+
+    def _share(self, key: str, whole: int) -> int:
+        if whole % self.size:
+            raise ConfigError(
+                "tp_size", f"{key} is {whole} in config.json", f"use a number that divides {whole}"
+            )
+        return whole // self.size
 
     def divide(self, config: Any) -> Divide:
         """Which part of each of a checkpoint's weights belongs to this one. `config` is of the whole."""
         dimensions = {**_COMMON, **_OF_TYPE[config.model_type]}
         segments = _segments(config)
-        kv_heads: int = config.num_key_value_heads
+        kv_heads = _kv_heads_of_layers(config)
 
         def part(name: str) -> Division | AddedOnce | None:
             own = ".".join(name.split(".")[-2:])
@@ -142,8 +170,8 @@ class Shard:
                 return None
             if dim == _ONCE:
                 return AddedOnce(self.rank)
-            if own.startswith(_OF_KV_HEADS) and kv_heads < self.size:
-                return Division(dim, self.rank * kv_heads // self.size, kv_heads)
+            if own.startswith(_OF_KV_HEADS) and (heads := kv_heads[_layer(name)]) < self.size:
+                return Division(dim, self.rank * heads // self.size, heads)
             return Division(dim, self.rank, self.size, segments.get(own, ()))
 
         return part

@@ -112,6 +112,7 @@ SUBSET = [
     Case("mistral_window", 16, 20, "mooncake", overlap=1),
     Case("gemma2", 16, 20, "shm", overlap=1),
     Case("gemma3_text", 1, 56, "shm"),
+    Case("gemma4_text", 16, 20, "mooncake", overlap=1),
     Case("gpt_oss", 16, 56, "tcp"),
     Case("qwen3_next", 16, 20, "shm", overlap=1),
     Case("qwen3_5_text", 1, 56, "mooncake"),

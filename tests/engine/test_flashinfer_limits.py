@@ -42,7 +42,7 @@ def test_what_it_can_do_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("pool", "sinks", "problem"),
     [
         (heads(dtype=torch.float32), False, "float16 and bfloat16, not torch.float32"),
-        (heads(96), False, "head_dim 64, 128, 256, not 96"),
+        (heads(96), False, "head_dim 64, 128, 256, 512, not 96"),
         (heads(stored=KVFormat.FP8_E4M3), True, "fp8_e4m3 pages with sinks"),
         (heads(stored=KVFormat.FP4_E2M1), False, "fp4_e2m1 pages"),
     ],

@@ -133,7 +133,7 @@ def test_the_windows_border_is_transformers(family: str, attention: str, tmp_pat
         pytest.param(16, 11, 7, id="mixed"),
     ],
 )
-@pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"])
 def test_greedy_tokens_equal_generate_with_spoilt_pages_behind_the_window(
     family: str, page_size: int, chunk: int, stagger: int, attention: str, drawn: Drawn
 ) -> None:

@@ -329,7 +329,7 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
     """FlashInfer's backends, built as engine/backends/choose.py does."""
     built: dict[str, Any] = {}
     for group in loaded.spec.groups:
-        facts = [layer for layer in loaded.attention if layer.layer in group.layer_ids]
+        facts = [layer for layer in loaded.attention if layer.kv_layer in group.layer_ids]
         if not facts or group.kind == "state":
             continue
         first, pool = facts[0], pools[group.name]
@@ -345,4 +345,5 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
             built[group.kind] = FlashInferAttention(
                 pool, first.query_heads, first.scale, sinks, first.softcap
             )
-    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, built.get("latent"))
+    full, window, latent = (built.get(kind) for kind in ("full", "window", "latent"))
+    return PagedLayers(full, window, loaded.spec.groups, latent, loaded.shared)

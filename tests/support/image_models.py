@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4VisionConfig,
     Kimi_K25Config,
     Kimi_K25VisionConfig,
     Mistral3Config,
@@ -68,6 +70,19 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         image_token_index=300,
         boi_token_index=301,
         eoi_token_index=302,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=MIXED["gemma4_text"]().to_dict() | {"pad_token_id": 0},
+        vision_config=Gemma4VisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+        ),
+        image_token_id=300,
+        boi_token_id=301,
+        eoi_token_id=302,
+        video_token_id=303,
+        boa_token_id=304,
+        eoa_token_index=305,
+        audio_token_id=306,
     ),
     "kimi_k25": lambda: Kimi_K25Config(
         text_config=MIXED["deepseek_v3"]().to_dict(),

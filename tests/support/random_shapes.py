@@ -234,6 +234,32 @@ def _gemma3(draw: ShapeDraw) -> Keys:
     }
 
 
+def _gemma4(draw: ShapeDraw) -> Keys:
+    """The last layer is a full one."""
+    kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
+    kinds[-1] = "full_attention"
+    first = [kinds.index(kind) for kind in set(kinds)]
+    experts = draw.experts("num_experts")
+    experts["top_k_experts"] = experts.pop("num_experts_per_tok")
+    mixture = {**experts, "enable_moe_block": True} if draw.flag() else {}
+    shared = draw.rng.randrange(draw.layers - max(first))
+    return {
+        **mixture,
+        "layer_types": kinds,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": draw.flag(),
+        "hidden_size_per_layer_input": draw.rng.choice([8, 16] if shared else [0, 8]),
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "global_head_dim": draw.rng.choice([16, 32, 64]),
+        "num_global_key_value_heads": draw.rng.choice([None, 1, draw.heads]),
+        "attention_k_eq_v": draw.flag(),
+        "final_logit_softcapping": draw.rng.choice([None, 5.0, 30.0]),
+        "attention_bias": draw.flag(),
+        "sliding_window": draw.window(),
+        "use_bidirectional_attention": draw.rng.choice([None, "vision"]),
+    }
+
+
 def _gpt_oss(draw: ShapeDraw) -> Keys:
     experts = draw.experts("num_local_experts")
     del experts["moe_intermediate_size"]
@@ -320,6 +346,7 @@ SHAPES = {
     "qwen2_moe": _qwen2_moe,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _delta_net,

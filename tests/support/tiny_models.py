@@ -78,6 +78,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.1, generator=generator)
 
 
 _SHARP = ("q_layernorm.weight", "k_layernorm.weight")

@@ -17,6 +17,7 @@ WIDE = (
     "qwen3_moe",
     "mistral_window",
     "gemma2",
+    "gemma4_text",
     "gpt_oss",
     "deepseek_v3",
     "deepseek_v32",
@@ -25,12 +26,17 @@ WIDE = (
 
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:
-    """The family's tiny model with heads of 64, or latents of 512 + 64."""
+    """The family's tiny model with heads of 64, of Gemma 4's full layers 512, or latents of 512 + 64."""
     config: Any = {**FAMILIES, **MIXED}[family]()
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         config.head_dim = config.qk_rope_head_dim
+    elif family == "gemma4_text":
+        layers = {
+            layer: {**keys, "head_dim": 512} for layer, keys in config.to_dict()["per_layer_config"].items()
+        }
+        config = type(config)(**{**config.to_dict(), "head_dim": 64, "per_layer_config": layers})
     else:
         config.head_dim = 64
     path = directory / f"{family}-wide"

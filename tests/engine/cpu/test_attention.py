@@ -139,6 +139,7 @@ SHAPES = {
     "one_token_pages": {"q_lens": [1, 9], "seq_lens": [70, 30], "page_size": 1},
     "large_pages": {"q_lens": [1, 9], "seq_lens": [130, 65], "page_size": 64},
     "wide_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 256},
+    "widest_head": {"q_lens": [1, 20], "seq_lens": [300, 70], "head_dim": 512},
     "narrow_odd_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 48},
     "no_grouping": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 3, "kv_heads": 3},
     "wide_group": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 14, "kv_heads": 2},
@@ -220,7 +221,7 @@ def test_a_decode_row_does_not_depend_on_its_batch_or_on_threads(dtype, window):
     [
         ({"dtype": torch.float16}, "float16"),
         ({"head_dim": 24}, "24"),
-        ({"head_dim": 512}, "512"),
+        ({"head_dim": 528}, "528"),
         ({"v_head_dim": 64}, "64"),
         ({"tile_order": "dot_pairs"}, "dot_pairs"),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -19,6 +20,8 @@ try:
 except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
 
+FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text"]
+
 
 def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
     torch.manual_seed(0)
@@ -31,6 +34,11 @@ def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
             swiglu_limit=2.0,
         )
         kind = GptOssExperts
+    elif family == "gemma4_text":
+        config = Gemma4TextConfig(
+            hidden_size=hidden, moe_intermediate_size=inner, num_experts=5, top_k_experts=2
+        )
+        kind = Gemma4TextExperts
     else:
         config = Qwen3MoeConfig(
             hidden_size=hidden, moe_intermediate_size=inner, num_experts=5, num_experts_per_tok=2
@@ -60,13 +68,13 @@ def isa(request):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("inner", [32, 160])  # one task of outputs for a thread, and several
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers_experts(family, tokens, inner):
     x, chosen, weights = drawn_tokens(tokens)
     want = make_experts(torch.float64, inner, family)(x.double(), chosen, weights.double())
     got = PackedExperts(make_experts(torch.bfloat16, inner, family))(x, chosen, weights)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02 * want.abs().max().item())
+    assert (got.double() - want).norm() <= 0.005 * want.norm()  # half of it is bfloat16's
 
 
 def test_a_row_does_not_depend_on_the_batch():
@@ -78,7 +86,7 @@ def test_a_row_does_not_depend_on_the_batch():
         assert torch.equal(experts(x[only], chosen[only], weights[only])[0], together[row])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_number_that_is_none_stays_one(family):
     """The sampler must see it, and end that request alone."""
     x, chosen, weights = drawn_tokens(3)

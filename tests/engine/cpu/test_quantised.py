@@ -104,7 +104,7 @@ SHAPES = {
     "split_context": {"q_lens": [1, 1], "seq_lens": [700, 257]},
     "one_token_pages": {"q_lens": [1, 9], "seq_lens": [70, 30], "page_size": 1},
     "large_pages": {"q_lens": [1, 9], "seq_lens": [130, 65], "page_size": 64},
-    "wide_head": {"q_lens": [1, 9], "seq_lens": [90, 70], "head_dim": 256},
+    "wide_head": {"q_lens": [1, 9], "seq_lens": [90, 70], "head_dim": 512},
     "odd_head": {"q_lens": [1, 9], "seq_lens": [90, 70], "head_dim": 48},
     "wide_group": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 14},
     "wider_than_an_item": {"q_lens": [9, 1], "seq_lens": [40, 20], "heads": 300, "kv_heads": 1},

@@ -77,6 +77,7 @@ SHAPES = [
     AttentionCase((1, 16, 17, 700), 2, 4, 64, 16),  # some rows with less tokens than splits
     AttentionCase((65, 64), 2, 1, 128, 16),  # the new token is alone on its tile, and last on it
     AttentionCase((33, 130, 1), 1, 8, 256, 8),
+    AttentionCase((40, 15, 1), 1, 8, 512, 16),
     AttentionCase((90,) * 40, 8, 2, 64, 16),  # one split each
     AttentionCase((5, 130, 300), 2, 4, 64, 16, window=120, has_sinks=True),
     AttentionCase((70, 90, 1) * 40, 2, 2, 64, 64, window=6, has_sinks=True),  # a whole tile is not seen
@@ -100,7 +101,7 @@ def test_results_are_those_of_the_definition(shape: AttentionCase, is_fused: boo
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("dim", "splits"), [(64, 32), (128, 32), (128, 1), (256, 8)])
+@pytest.mark.parametrize(("dim", "splits"), [(64, 32), (128, 32), (128, 1), (256, 8), (512, 8)])
 @pytest.mark.parametrize("variant", [PLAIN, WITH_ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_becomes_machine_code(capability: int, variant: dict[str, Any], dim: int, splits: int) -> None:

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.cuda.layers import MLPS, NORMS, NORMS_PLUS_ONE, FlashInferMLP, FlashInferNorm, fusible_mlp
+from engine.cuda.layers import (
+    MLPS,
+    NORMS,
+    NORMS_PLUS_ONE,
+    FlashInferMLP,
+    FlashInferNorm,
+    fusible_mlp,
+    has_weight,
+)
 from engine.loader import load_model
-from engine.module_replacements import apply_replacements, replacement_table
+from engine.module_replacements import ReplacementTable, apply_replacements, replacement_table
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS
 from tests.support.driver import Driver, pools_of
@@ -27,6 +36,7 @@ REPLACED = {
     "deepseek_v32": {"DeepseekV32RMSNorm", "DeepseekV32MLP"},
     "gemma2": {"Gemma2RMSNorm", "Gemma2MLP"},
     "gemma3_text": {"Gemma3RMSNorm", "Gemma3MLP"},
+    "gemma4_text": {"Gemma4RMSNorm", "Gemma4TextMLP"},
     "gpt_oss": {"GptOssRMSNorm"},
     "phi3": {"Phi3RMSNorm"},
     "falcon_h1": {"FalconH1RMSNorm"},
@@ -50,7 +60,11 @@ def test_tokens_in_float32_equal_generate(family: str, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path, 5)
     config = EngineConfig(str(path), dtype="float32", attention="torch", linear="torch", overlap=False)
     loaded = load_model(config)
-    table = {name: lambda norm, _: FlashInferNorm(norm) for name in (*NORMS, *NORMS_PLUS_ONE)}
+
+    def replaced(norm: Any, _: EngineConfig) -> FlashInferNorm | None:
+        return FlashInferNorm(norm) if has_weight(norm) else None
+
+    table: ReplacementTable = dict.fromkeys((*NORMS, *NORMS_PLUS_ONE), replaced)
     table |= {name: lambda mlp, _: FlashInferMLP(mlp) for name in MLPS}
     assert set(apply_replacements(loaded.model, config, table)) == REPLACED[family]
     runner = ModelRunner(loaded, pools_of(loaded, 16, 40), config)
@@ -62,15 +76,16 @@ def test_tokens_in_float32_equal_generate(family: str, tmp_path: Path) -> None:
     assert [lane.outputs for lane in lanes] == want
 
 
-def test_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_tiny("gemma2", tmp_path, 0)
+@pytest.mark.parametrize("family", ["gemma2", "gemma4_text"])
+def test_what_is_replaced(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny(family, tmp_path, 0)
 
     def on_cuda(dtype: torch.dtype, linear: str = "auto") -> set[str]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         config = EngineConfig(str(path), device="cuda", linear=linear)
         return set(apply_replacements(model, config, replacement_table(config, set())))
 
-    assert on_cuda(torch.bfloat16) == REPLACED["gemma2"]
+    assert on_cuda(torch.bfloat16) == REPLACED[family]
     assert on_cuda(torch.float32) == set()
     assert on_cuda(torch.bfloat16, "torch") == set()
     monkeypatch.setitem(sys.modules, "flashinfer", None)

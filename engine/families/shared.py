@@ -1,0 +1,70 @@
+"""Families whose last layers have no keys and values of their own: they read those of an earlier layer.
+
+Their groups hold the pages of the other layers alone. A layer reads those of the last layer before the shared
+ones that is of its type, full or sliding, as the heads of the two types may differ in number and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UnsupportedModel
+from engine.families.base import Dtypes
+from engine.families.heads import cap_logits
+from engine.families.windowed import by_layer_type, check_named
+from kvcache.layout import KVGroupSpec
+
+
+def _own_layers(config: Any) -> int:
+    """How many layers, the first ones, have keys and values."""
+    layers: int = config.num_hidden_layers - config.num_kv_shared_layers
+    return layers
+
+
+def _shared(config: Any) -> Mapping[int, int]:
+    """Layer -> the earlier layer whose keys and values it reads."""
+    own = _own_layers(config)
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+    return {layer: last[config.layer_types[layer]] for layer in range(own, config.num_hidden_layers)}
+
+
+def _groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
+    """Full layers, of which there is one at least, have heads of their own number and width (Gemma 4's
+    global_head_dim)."""
+    own = config.layer_types[: _own_layers(config)]
+
+    def group(kind: str, name: str, window: int | None) -> KVGroupSpec:
+        heads = config.per_layer_config[own.index(kind)]
+        layers = tuple(layer for layer, other in enumerate(own) if other == kind)
+        return KVGroupSpec(
+            layers, heads.num_key_value_heads, heads.head_dim, dtypes.kv, name=name, window=window
+        )
+
+    full = group("full_attention", "full", None)
+    if "sliding_attention" not in own:
+        return (full,)
+    return full, group("sliding_attention", "window", config.sliding_window)
+
+
+def _check(config: Any) -> None:
+    check_named(config)
+    if config.num_kv_shared_layers and not config.hidden_size_per_layer_input:
+        raise UnsupportedModel(
+            f"num_kv_shared_layers is {config.num_kv_shared_layers} in config.json without "
+            "hidden_size_per_layer_input: transformers does not compute that",
+            "use a published Gemma 4",
+        )
+
+
+FAMILIES = {
+    "gemma4_text": replace(
+        by_layer_type("Gemma4ForCausalLM"),
+        groups=_groups,
+        allows=frozenset({"num_kv_shared_layers", "final_logit_softcapping"}),
+        check=_check,
+        prepare=cap_logits,
+        shared=_shared,
+    ),
+}
