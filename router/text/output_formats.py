@@ -15,6 +15,8 @@ from router.text.reasoning import ReasoningStart, ReasoningTags
 from router.text.reasoning import read as read_reasoning
 from router.text.tool_formats import (
     deepseek,
+    gemma4,
+    gemma4_syntax,
     harmony,
     hermes,
     kimi,
@@ -57,6 +59,7 @@ _DEEPSEEK_V3 = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL, "```j
 _DEEPSEEK = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL,), deepseek.SYNTAX)
 _DEEPSEEK_V32 = ToolFormat(partial(xml.read, xml.DEEPSEEK), xml.DEEPSEEK.markers, xml.DEEPSEEK.markers)
 _KIMI = ToolFormat(kimi.read, kimi.MARKERS, (kimi.BEGIN,), kimi.SYNTAX, end_thoughts=(kimi.BEGIN,))
+_GEMMA4 = ToolFormat(gemma4.read, gemma4.MARKERS, (gemma4.OPEN + gemma4.BEFORE_NAME,), gemma4_syntax.SYNTAX)
 _LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',), llama3.SYNTAX)
 _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
@@ -78,7 +81,7 @@ _GLM = ToolFormat(
 
 _TOOL_FORMATS = (
     _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK, _KIMI, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED,
-    _MINIMAX, _QWEN_CODER, _GLM, _LLAMA3, _HERMES,
+    _MINIMAX, _QWEN_CODER, _GLM, _GEMMA4, _LLAMA3, _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -91,6 +94,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
         **dict.fromkeys(("deepseek_v32", "deepseekv32"), _DEEPSEEK_V32),
+        "gemma4": _GEMMA4,
         "kimi_k2": _KIMI,
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
         "seed_oss": _SEED,
@@ -106,7 +110,8 @@ _THINK_ASSUMED = ReasoningTags("<think>", "</think>", assumed=True)
 _MISTRAL_THINK = ReasoningTags("[THINK]", "[/THINK]")
 _KIMI_THINK = ReasoningTags("◁think▷", "◁/think▷")
 _SEED_THINK = ReasoningTags("<seed:think>", "</seed:think>", budget="<seed:cot_budget_reflect>")
-_FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK)
+_GEMMA4_THINK = ReasoningTags("<|channel>", "<channel|>", label="thought")
+_FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK, _GEMMA4_THINK)
 
 REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
     {
@@ -119,6 +124,7 @@ REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
         ),
         **dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3-thinking"), _THINK_ASSUMED),
         **dict.fromkeys(("mistral", "magistral"), _MISTRAL_THINK),
+        "gemma4": _GEMMA4_THINK,
         "kimi": _KIMI_THINK,
         "seed_oss": _SEED_THINK,
     }

@@ -201,6 +201,24 @@ def through(source: Source, marker: str, most: int) -> Reading[str | None]:
         yield None
 
 
+def pieces(source: Source, marker: str, part: Callable[[str], Part]) -> Reading[bool]:
+    """Take the text before a marker, white space and all, as parts while it comes, and the marker. Returns
+    False if the text ends before it."""
+    while True:
+        at = source.text.find(marker)
+        count = at if at >= 0 else len(source.text) - _begun(source.text, (marker,))
+        if source.ended and at < 0:
+            count = len(source.text)
+        if count:
+            yield part(source.take(count))
+        if at >= 0:
+            source.take(len(marker))
+            return True
+        if source.ended:
+            return False
+        yield None
+
+
 def rest(source: Source) -> Reading[None]:
     """All that follows is content."""
     source.forget()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from router.text.output_parts import Reasoning
-from router.text.output_source import MOST_SPACE, Reading, Source, skip_space, until
+from router.text.output_source import MOST_SPACE, Reading, Source, accept, skip_space, until
 
 
 class ReasoningStart(Enum):
@@ -27,6 +27,7 @@ class ReasoningTags:
     closing: str
     assumed: bool = False  # an output is reasoning from its first character on, unless the prompt closes it
     budget: str = ""  # a tag that a template without time for thoughts writes behind the opening one
+    label: str = ""  # a line behind the opening tag, which is no thought
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -45,6 +46,7 @@ class ReasoningTags:
         end = _before(prompt_end, text).rstrip()
         if self.budget:
             end = end.removesuffix(self.budget).rstrip()
+        end = end.removesuffix(self.label)
         if text != self.opening and end.endswith(self.closing):
             return ReasoningStart.NEVER
         is_open = self.assumed or end.endswith(self.opening) or text == self.opening
@@ -62,11 +64,14 @@ def read(
     with what calls begin that end it, too."""
     begin = source.taken
     is_open = start in (ReasoningStart.OPEN, ReasoningStart.GOES_ON)
-    if is_open or (start is ReasoningStart.MAY and (yield from _opens(source, tags.opening))):
+    if start is ReasoningStart.MAY:
+        is_open = (yield from _opens(source, tags.opening)) or (yield from _labelled(source, tags))
+    if is_open:
         source.thought_bounds.append(begin)
         if start is not ReasoningStart.GOES_ON:
             yield from skip_space(source)
             yield from _opens(source, tags.opening)  # some models write it once more
+            yield from _labelled(source, tags)
             yield from skip_space(source)
         _, found = yield from until(source, (tags.closing, *calls), Reasoning)
         if found in calls:
@@ -81,6 +86,11 @@ def _before(prompt_end: str, text: str) -> str:
     """Without the text at its end. A tokenizer may have normalized the text: then it is not found."""
     before, found, _ = prompt_end.rpartition(text) if text else ("", "", "")
     return before if found else prompt_end
+
+
+def _labelled(source: Source, tags: ReasoningTags) -> Reading[bool]:
+    """Take the line behind the opening tag. Some models forget the tag before it."""
+    return bool(tags.label and (yield from accept(source, f"{tags.label}\n")))
 
 
 def _opens(source: Source, tag: str) -> Reading[bool]:

@@ -13,8 +13,8 @@ from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
 from router.text.tool_formats.xml import GLM, MINIMAX, QWEN, SEED, Tags, read_value, types_of
 
 _KEPT = ("$defs", "definitions")
-_OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "enum", "const", "allOf", "$ref", "not")
-_ALTERNATIVES = ("anyOf", "oneOf")
+OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "enum", "const", "allOf", "$ref", "not")
+ALTERNATIVES = ("anyOf", "oneOf")
 _OF_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
@@ -61,12 +61,12 @@ class _Written:
     def _value(self, schema: Any, kept: dict[str, Any], tool: CalledTool, markers: Markers) -> str:
         inner: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
         types, end = types_of(inner), markers.lark(*self.behind_value)
-        listed = [self._text(value, inner) for value in _listed(inner) or ()]
+        listed = [self._text(value, inner) for value in listed_values(inner) or ()]
         if texts := [text for text in listed if text is not None]:
             return f"({' | '.join(map(json.dumps, texts))}) {end}"
         if "string" in types or inner.keys() <= _OF_NOTHING:
             if tool.follows and (limit := _limit_of_texts(inner)):
-                _refuse(limit, tool)
+                refuse(limit, tool)
             return "value_text"
         argument = CalledTool(tool.name, {**kept, **inner}, tool.follows)
         return f"{argument.rule()} {end}"
@@ -83,7 +83,7 @@ class _Written:
         return None
 
 
-def _listed(schema: Any) -> list[Any] | None:
+def listed_values(schema: Any) -> list[Any] | None:
     """The values of a schema that lists all of them, also in alternatives; None: it does not."""
     if not isinstance(schema, Mapping):
         return None
@@ -91,9 +91,9 @@ def _listed(schema: Any) -> list[Any] | None:
         return [schema["const"]]
     if isinstance(schema.get("enum"), list):
         return list(schema["enum"])
-    for name in _ALTERNATIVES:
+    for name in ALTERNATIVES:
         if isinstance(schema.get(name), list):
-            inner = [_listed(one) for one in schema[name]]
+            inner = [listed_values(one) for one in schema[name]]
             return None if None in inner else [value for one in inner for value in one or ()]
     return [None] if schema.get("type") == "null" else None
 
@@ -102,10 +102,10 @@ def _limit_of_texts(schema: Any) -> str:
     """A keyword that limits the texts which a schema takes; "": it takes any text."""
     if not isinstance(schema, Mapping):
         return ""
-    for keyword in _OF_TEXTS:
+    for keyword in OF_TEXTS:
         if keyword in schema:
             return keyword
-    for name in _ALTERNATIVES:
+    for name in ALTERNATIVES:
         alternatives = schema[name] if isinstance(schema.get(name), list) else []
         limits = [_limit_of_texts(one) for one in alternatives if "string" in (types_of(one) or {"string"})]
         if limits and all(limits):
@@ -116,10 +116,10 @@ def _limit_of_texts(schema: Any) -> str:
 def _check(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: CalledTool) -> None:
     for keyword in keywords:
         if keyword in schema:
-            _refuse(keyword, tool)
+            refuse(keyword, tool)
 
 
-def _refuse(keyword: str, tool: CalledTool) -> None:
+def refuse(keyword: str, tool: CalledTool) -> None:
     raise InvalidRequest(
         f"{tool.place}: {keyword!r} cannot be followed in the form in which this model writes calls", "tools"
     )

@@ -16,7 +16,7 @@ from router.text.output_formats import TOOL_PARSERS, OutputFormats
 from router.text.output_grammars import CallsWanted
 from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
-from router.text.tool_formats import deepseek, harmony, hermes, kimi, llama3, mistral
+from router.text.tool_formats import deepseek, gemma4, harmony, hermes, kimi, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
 from router.text.tool_formats.xml import GLM, MINIMAX, SEED
 from tests.support.tokenizers import byte_level
@@ -34,7 +34,7 @@ TOOLS = [
     CalledTool("now", {"properties": {}, "maxProperties": 0}, True),
 ]
 # The families' own names of tokens: special, and not.
-SPECIAL = [*kimi.MARKERS, *mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
+SPECIAL = [*gemma4.MARKERS, *kimi.MARKERS, *mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
 ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value, *SEED.call, *MINIMAX.call]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
@@ -306,6 +306,88 @@ def test_limits_of_texts_that_strict_arguments_a_tag_cannot_have_are_refused(dra
                 formats.grammar("", wanted, False)
         else:
             assert "value_text" in formats.grammar("", wanted, False)
+
+
+def test_arguments_of_gemma(drawn: Drawn) -> None:
+    inner = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "y": {"type": "string"}, "z": {"type": "boolean"}},
+        "required": ["y", "z"],
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "o": inner,
+            "list": {"type": "array", "items": {"enum": ["a", 'b "c"', None]}},
+            "n": {"anyOf": [{"type": "number", "minimum": 3}, {"type": "null"}]},
+            "any": {"description": "of any type"},
+        },
+    }
+    tools = [CalledTool("f", schema, True, "tools.0")]
+    formats = OutputFormats("", drawn.tokens, (), "gemma4", "none")
+    grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(tools, True, False), False))
+    read = {
+        "": {},
+        'o:{y:<|"|>z<|"|>,z:true}': {"o": {"y": "z", "z": True}},
+        'o:{x:1,y:<|"|><|"|>,z:false},list:[]': {"o": {"x": 1, "y": "", "z": False}, "list": []},
+        'list:[<|"|>b "c"<|"|>,null],any:[{k:<|"|>v<|"|>}]': {"list": ['b "c"', None], "any": [{"k": "v"}]},
+        "n:4.5": {"n": 4.5},
+        "n:null,any:true": {"n": None, "any": True},
+    }
+    for written, want in read.items():
+        text = f"<|tool_call>call:f{{{written}}}<tool_call|>"
+        assert drawn.allows(grammar, text), text
+        (call,) = said(formats, text, tools=tools).calls
+        assert json.loads(call.arguments) == want
+    for written in (
+        "o:{x:1,z:true}",
+        'o:{y:<|"|>z<|"|>}',
+        'list:[<|"|>d<|"|>]',
+        "n:2",
+        "any:true,n:4",
+        "z:1",
+        "o:null",
+        "n:4,",
+    ):
+        assert not drawn.allows(grammar, f"<|tool_call>call:f{{{written}}}<tool_call|>"), written
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern"),
+        ({"properties": {"a": {"type": "array", "minItems": 1}}}, "minItems"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, r"\$ref"),
+        ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "maxProperties"),
+        ({"anyOf": [{"properties": {}}]}, "anyOf"),
+        ({"type": "array"}, "type"),
+        ({"properties": {"a": {"properties": {"b": {}}, "patternProperties": {}}}}, "patternProperties"),
+    ],
+)
+def test_what_strict_arguments_of_gemma_cannot_follow_is_refused(
+    drawn: Drawn, schema: dict[str, Any], keyword: str
+) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "gemma4", "none")
+
+    def grammar(follows: bool) -> str:
+        tools = [CalledTool("f", schema, follows, "tools.0")]
+        return formats.grammar("", CallsWanted(tools, True, False), False)
+
+    with pytest.raises(InvalidRequest, match=rf"tools\.0: '{keyword}'"):
+        grammar(True)
+    assert drawn.matcher(Grammar(GrammarKind.LARK, grammar(False)))
+
+
+def test_any_arguments_of_gemma_are_read(drawn: Drawn) -> None:
+    """Of a schema that says nothing: whatever the grammar allows is JSON."""
+    formats = OutputFormats("", drawn.tokens, (), "gemma4", "none")
+    tools = [CalledTool("f", {}, False)]
+    grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(tools, True, False), False))
+    texts = [text for seed in range(40) if (text := drawn.text(grammar, seed, most=100)) is not None]
+    assert len(texts) > 10
+    for text in texts:
+        (call,) = said(formats, text, tools=tools).calls
+        assert isinstance(json.loads(call.arguments), dict)
 
 
 @pytest.mark.parametrize("schema", [{"type": 5}, {"enum": 5}, {"anyOf": 5}, {"type": {"a": 1}}, 5])

@@ -21,7 +21,7 @@ from router.text.messages import with_parsed_arguments
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
 from router.text.output_source import Source
-from router.text.tool_formats import pythonic
+from router.text.tool_formats import gemma4, pythonic
 
 SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "o": {"type": "object"}}}
 NAMES: dict[str, dict[str, Any]] = {"f": SCHEMA, "g": {}}
@@ -101,6 +101,7 @@ M_F = """<invoke name="f">
 </invoke>
 """
 M_ARGUMENTS = '{"s": "1\\n2", "n": null, "o": {"x": [1]}}'
+G4_F, G4_G = "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:g{}<tool_call|>"
 NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
 TO_F = "<|channel|>commentary to=functions.f"
 
@@ -196,6 +197,29 @@ CASES: list[tuple[str, str, Found]] = [
     ("kimi_k2", f'{K_CALL}0{K_ARGUMENTS}{{"x": 2}}', ("", f'{K_CALL}0{K_ARGUMENTS}{{"x": 2}}', [])),
     ("kimi_k2", f'{K_CALL}0{K_ARGUMENTS}{{"n": 2', ("", f'{K_CALL}0{K_ARGUMENTS}{{"n": 2', [])),
     ("kimi_k2", f"{K_CALL}0{K_ARGUMENTS}[1]", ("", f"{K_CALL}0{K_ARGUMENTS}[1]", [])),
+    # Gemma 4's.
+    ("gemma4", f"Hm. {G4_F}{G4_G}\nSo.", ("", "Hm.So.", [F1, G])),
+    ("gemma4", "<|tool_call>\ncall:g {\n}", ("", "", [G])),
+    (
+        "gemma4",
+        '<|tool_call>call:f{s:<|"|>a "b"\n<|<tool_call|>}é <|"|>,t:<|"|><|"|>,n:null,x:-1.5e3 , y: True}',
+        (
+            "",
+            "",
+            [("f", '{"s": "a \\"b\\"\\n<|<tool_call|>}é ", "t": "", "n": null, "x": -1.5e3, "y": true}')],
+        ),
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{o:{a:[1,<|"|>x<|"|>,[],{}],<|"|>b c<|"|>:false,},s:New York}<tool_call|>',
+        ("", "", [("f", '{"o": {"a": [1, "x", [], {}], "b c": false}, "s": "New York"}')]),
+    ),
+    (
+        "gemma4",
+        "<|tool_call>:f{s:12, n:12,o:{s:12},a:,x:108.}<tool_call|>",
+        ("", "", [("f", '{"s": "12", "n": 12, "o": {"s": 12}, "a": "", "x": "108."}')]),
+    ),
+    ("gemma4", "<|tool_call>call:a_b.c:d/e-f{n:NaN}", ("", "", [("a_b.c:d/e-f", '{"n": "NaN"}')])),
     # In Python.
     ("pythonic", "[f(a=1), g()]", ("", "", [F1, G])),
     ("pythonic", " [ f(a = 1) ]\n", ("", "", [F1])),
@@ -291,6 +315,15 @@ CASES: list[tuple[str, str, Found]] = [
             ("minimax_m2", '<invoke name="f">\n<parameter name="a">1'),
             ("glm45", "<tool_call>\n</tool_call>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>oops"),
+            ("gemma4", "<|tool_call>f{}"),
+            ("gemma4", "<|tool_call>call:f oops"),
+            ("gemma4", "<|tool_call>call:f{oops}<tool_call|>"),
+            ("gemma4", "<|tool_call>call:f{,}"),
+            ("gemma4", "<|tool_call>call:f{a:1<tool_call|>so"),
+            ("gemma4", "<|tool_call>call:f{a:[1}"),
+            ("gemma4", '<|tool_call>call:f{a:<|"|>x} and <|'),
+            ("gemma4", "<|tool_call>call:f{a:" + "x" * 5000 + "}"),
+            ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>'),
             ("pythonic", "[1] says"),
             ("pythonic", "[f(1)]"),
             ("pythonic", "[f(a=b)]"),
@@ -374,6 +407,7 @@ DEEP: dict[str, tuple[str, int]] = {  # how a call is written, and the deepest l
     "qwen": ('<tool_call>{"arguments": "{\\"a\\": %s}", "name": "f"}</tool_call>', 63),
     "llama3_json": ('{"name": "f", "parameters": {"a": %s}}', 63),
     "mistral": ('[TOOL_CALLS]f[ARGS]{"a": %s}', 63),
+    "gemma4": ("<|tool_call>call:f{a:%s}<tool_call|>", 63),
     "deepseek_v31": (f'{D_BEGIN}{D_CALL}f{D_SEP}{{"a": %s}}{D_CALL_END}{D_END}', 63),
     "pythonic": ("[f(a=%s)]", 63),
     "qwen3_coder": ("<function=f>\n<parameter=a>%s</parameter>\n</function>", 64),
@@ -461,6 +495,15 @@ THOUGHTS: list[tuple[str, str, str, Found]] = [
     ("magistral", "", "[THINK]Hm.[/THINK]Yes.", ("Hm.", "Yes.", [])),
     ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", ("Hm.", "Yes.", [])),
     ("seed_oss", "<seed:think><seed:cot_budget_reflect>", "0.\n</seed:think>Yes.", ("0.", "Yes.", [])),
+    ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>Yes.", ("Hm.", "Yes.", [])),
+    ("gemma4", "", "<|channel>thousand reasons<channel|>Yes.", ("thousand reasons", "Yes.", [])),
+    ("gemma4", "", "<|channel>thought\n<channel|>Yes.", ("", "Yes.", [])),
+    ("gemma4", "<|channel>thought\n", "Hm.<channel|>Yes.", ("Hm.", "Yes.", [])),
+    ("gemma4", "<|channel>thought\n<channel|>", "Yes.", ("", "Yes.", [])),
+    ("gemma4", "<|channel>thought\n", "<|channel>thought\nHm.<channel|>Yes.", ("Hm.", "Yes.", [])),
+    ("gemma4", "<|turn>model\n", "thought\nHm.<channel|>Yes.", ("Hm.", "Yes.", [])),
+    ("gemma4", "<|turn>model\n", "thoughts", ("", "thoughts", [])),
+    ("gemma4", "a thought", "Yes.", ("", "Yes.", [])),
     ("kimi", "", "◁think▷Hm.◁/think▷Yes.", ("Hm.", "Yes.", [])),
     ("qwen3", "", f"<think>\nI call {HERMES_F}?</think>\n{HERMES_F}", (f"I call {HERMES_F}?", "", [F1])),
 ]
@@ -490,6 +533,22 @@ def test_a_template_that_shows_calls_of_minimax() -> None:
     text = f"Hm.\n</think>\n\nI look.\n<minimax:tool_call>\n{M_F}</minimax:tool_call>"
     parser = parsing.parser(7)
     assert found([*parser.feed(text), *parser.end()]) == ("Hm.", "I look.", [("f", M_ARGUMENTS)])
+
+
+def test_a_template_that_shows_calls_of_gemma() -> None:
+    """Thoughts are in a channel that the template shows, too. Tokens of texts stay out of the content."""
+    markers = (*gemma4.MARKERS, "<|channel>", "<channel|>")
+    tokens = {text: number for number, text in enumerate(markers)}
+    template = "'<|channel>thought\n<channel|>' '<|tool_call>call:' + name"
+    formats = OutputFormats(template, tokens, tokens.values())
+    parsing = formats.parsing("<|turn>model\n", NAMES)
+    assert parsing is not None
+    assert parsing.kept == frozenset(tokens.values())
+    text = f'<|channel>thought\nHm.\n<channel|>I <|"|>look<|"|>.\n{G4_F}{G4_G}'
+    for pieces in ([text], formats.markers.pieces(text)):
+        parser = parsing.parser(7)
+        said = found([part for piece in pieces for part in parser.feed(piece)] + parser.end())
+        assert said == ("Hm.", "I look.", [F1, G])
 
 
 @pytest.mark.parametrize(("reasoning", "prompt_end", "text", "want"), THOUGHTS)
