@@ -109,6 +109,24 @@ class ForwardBatch:
         lens[whole] = self.q_lens[whole]
         return lens
 
+    def only(self, reads: ReadRows) -> ForwardBatch:
+        """The batch of the new tokens at `reads.rows`, of which there is one at least, when their keys and
+        values are in their pages. It has no state, and nothing is scored or pooled."""
+        lens = np.diff(reads.starts).astype(np.int32)
+        some, rows, window = np.flatnonzero(lens), reads.rows, self.window
+        return ForwardBatch(
+            input_ids=self.input_ids[rows],
+            positions=self.positions[rows],
+            out_slots=self.out_slots[rows],
+            rows=self.rows[some],
+            q_lens=lens[some],
+            seq_lens=self.seq_lens[some],
+            page_table=self.page_table[some],
+            sampled=np.searchsorted(some, self.sampled).astype(np.int32),
+            sampling=self.sampling,
+            window=window and WindowPages(window.page_table[some], window.out_slots[rows]),
+        )
+
     def for_window(self) -> ForwardBatch:
         """This batch with the page table and the slots of the window group."""
         assert self.window is not None, "the batch was built without window pages"
@@ -116,8 +134,8 @@ class ForwardBatch:
 
 
 class ReadRows:
-    """The new tokens of a batch whose hidden states are read (ForwardBatch.read_lens): for these a fused
-    decoder computes its last layer to the end."""
+    """The new tokens of a batch whose hidden states are read (ForwardBatch.read_lens): for these alone
+    decoders compute what no page depends on."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.count = len(batch.positions)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, ReadRows
 from kvcache.layout import GroupSpec
 
 
@@ -161,6 +161,8 @@ class PagedLayers:
 
     `shared`: layer without keys and values of its own -> the layer whose it reads. transformers gives it
     those of the new tokens, and it writes them again where they are. A backend needs no second form for it.
+
+    `tail`: these layers over backends of their own, for the tokens that are read, if not all are.
     """
 
     def __init__(
@@ -170,12 +172,15 @@ class PagedLayers:
         groups: Sequence[GroupSpec],
         latent: LatentBackend | None = None,
         shared: Mapping[int, int] | None = None,
+        tail: PagedLayers | None = None,
     ) -> None:
         self.full = full
         self.window = window
         self.latent = latent
         self._groups = groups
         self._shared = shared or {}
+        self.tail = tail
+        self.reads: ReadRows | None = None  # of the prepared batch; None: all are read
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
@@ -204,7 +209,7 @@ class PagedLayers:
         return sorted({type(backend).__name__ for backend in backends if backend is not None})
 
     def fixed(self, sequences: int, context_pages: int) -> PagedLayers:
-        """The same layers over backends for recorded steps; see Recordable."""
+        """The same layers over backends for recorded steps, in which all tokens are read; see Recordable."""
 
         def fix(backend: Any) -> Any:
             return None if backend is None else backend.fixed(sequences, context_pages)
@@ -226,3 +231,8 @@ class PagedLayers:
             self.window.prepare(batch.for_window())
         if self.latent is not None:
             self.latent.prepare(batch)
+        if self.tail is not None:
+            reads = ReadRows(batch)
+            self.reads = reads if reads.count < len(batch.positions) else None
+            if self.reads is not None and reads.count:
+                self.tail.prepare(batch.only(reads))

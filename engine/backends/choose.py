@@ -18,6 +18,7 @@ from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
 def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
     """Build a backend for each group that attends. Raises ConfigError like build_attention."""
     built: dict[str, AttentionBackend] = {}
+    tail: dict[str, AttentionBackend] = {}
     latent: LatentBackend | None = None
     for group in loaded.spec.groups:
         pool = pools[group.name]
@@ -34,8 +35,24 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
             assert all(facts.softcap == softcap for facts in layers), (
                 "a config has one attn_logit_softcapping"
             )
-            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks, softcap)
-    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent, loaded.shared)
+            like = heads.pop(), scales.pop(), sinks, softcap
+            built[group.kind] = build_attention(config, pool, *like)
+            if any(facts.shares is not None for facts in layers):
+                tail[group.kind] = build_attention(config, pool, *like, beside=built[group.kind])
+    return layers_over(loaded, built, latent, tail)
+
+
+def layers_over(
+    loaded: LoadedModel,
+    built: Mapping[str, AttentionBackend],
+    latent: LatentBackend | None,
+    tail: Mapping[str, AttentionBackend],
+) -> PagedLayers:
+    """The layers of a model over backends by the kind of their group; `tail`: of those that share keys and
+    values."""
+    groups, shared = loaded.spec.groups, loaded.shared
+    last = PagedLayers(tail.get("full"), tail.get("window"), groups, None, shared) if tail else None
+    return PagedLayers(built.get("full"), built.get("window"), groups, latent, shared, last)
 
 
 def build_attention(
@@ -45,12 +62,14 @@ def build_attention(
     scale: float,
     sinks: bool = False,
     softcap: float | None = None,
+    beside: AttentionBackend | None = None,
 ) -> AttentionBackend:
     """The backend that `config.attention` names. "auto" takes the fastest one that the device has.
 
     `sinks` says whether the layers have attention sinks. With a softcap a score s becomes softcap tanh(s /
     softcap). If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by
-    name, ConfigError is raised.
+    name, ConfigError is raised. `beside`: another one that runs before or after it, and whose working memory
+    it may use.
     """
 
     def cpu() -> AttentionBackend:
@@ -62,6 +81,7 @@ def build_attention(
         from engine.backends.flashinfer import FlashInferAttention
 
         check_heads(pool, sinks)
-        return FlashInferAttention(pool, query_heads, scale, sinks, softcap)
+        workspace = beside.workspace if isinstance(beside, FlashInferAttention) else None
+        return FlashInferAttention(pool, query_heads, scale, sinks, softcap, workspace)
 
     return pick(config, lambda: TorchAttention(pool, query_heads, scale, softcap), cpu, flashinfer)

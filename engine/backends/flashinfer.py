@@ -54,7 +54,7 @@ class FlashInferAttention:
         self._sinks = sinks
         if workspace is None:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._shared = workspace
+        self.workspace = workspace
         self._planned = Workspace(self._device)
         self._wrapper: Any = _wrapper(pool, workspace, self._window_left, sinks, buffers)
         self._fixed = None if buffers is None else len(buffers.lengths)
@@ -70,7 +70,7 @@ class FlashInferAttention:
             )
         buffers = FixedIndices.allocate(sequences, context_pages, self._device)
         return FlashInferAttention(
-            self._pool, self._query_heads, self._scale, self._sinks, self._softcap, self._shared, buffers
+            self._pool, self._query_heads, self._scale, self._sinks, self._softcap, self.workspace, buffers
         )
 
     def prepare(self, batch: ForwardBatch) -> None:

@@ -1,7 +1,8 @@
 """Families whose last layers have no keys and values of their own: they read those of an earlier layer.
 
 Their groups hold the pages of the other layers alone. A layer reads those of the last layer before the shared
-ones that is of its type, full or sliding, as the heads of the two types may differ in number and width.
+ones that is of its type, full or sliding, as the heads of the two types may differ in number and width
+(docs/decisions/0068).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.families.heads import cap_logits
 from engine.families.windowed import by_layer_type, check_named
+from engine.gemma4 import Gemma4Decoder
 from kvcache.layout import KVGroupSpec
 
 
@@ -58,13 +60,18 @@ def _check(config: Any) -> None:
         )
 
 
+def _prepare(model: Any) -> None:
+    cap_logits(model)
+    model.model = Gemma4Decoder(model.model)
+
+
 FAMILIES = {
     "gemma4_text": replace(
         by_layer_type("Gemma4ForCausalLM"),
         groups=_groups,
         allows=frozenset({"num_kv_shared_layers", "final_logit_softcapping"}),
         check=_check,
-        prepare=cap_logits,
+        prepare=_prepare,
         shared=_shared,
     ),
 }

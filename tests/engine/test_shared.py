@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma4TextConfig
 
+from engine.batch import ReadRows, ScoredPrompt
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.loader import load_model
 from kvcache.layout import KVGroupSpec
+from tests.engine.conftest import PROMPTS
+from tests.support.driver import Driver, Lane, open_pools
 from tests.support.tiny_configs import MIXED
 from tests.support.tiny_models import make_tiny
 
@@ -54,3 +59,53 @@ def test_shared_layers_need_embeddings_of_each_layer() -> None:
     with pytest.raises(UnsupportedModel, match="num_kv_shared_layers is 2"):
         check_model(config_with(hidden_size_per_layer_input=0))
     check_model(config_with(hidden_size_per_layer_input=0, num_kv_shared_layers=0))
+
+
+def test_shared_layers_compute_only_tokens_that_are_read(tmp_path: Path) -> None:
+    """None of a chunk that does not end its prompt; one of a chunk that does, and of a decode row; all of a
+    prompt whose tokens are scored."""
+    runner, pools = open_pools(make_tiny("gemma4_text", tmp_path, 0), 16, 40)
+    counts: list[tuple[int, int]] = []
+    for number, layer in enumerate(runner.forward.decoder.decoder.layers):
+        layer.register_forward_pre_hook(
+            lambda _, given, number=number: counts.append((number, len(given[0][0])))
+        )
+
+    def rows(work: list[tuple[Lane, int]], scores: bool = False) -> list[int]:
+        """Tokens that each layer computes."""
+        counts.clear()
+        if scores:
+            scored = (ScoredPrompt(0, np.array(PROMPTS[2][1:9]), 1),)
+            assert len(runner.issue(replace(driver.batch(work), scored=scored))().scored[0]) == 8
+        else:
+            driver.step(work)
+        return [sum(count for at, count in counts if at == number) for number in range(6)]
+
+    driver = Driver(runner, 40, 16, window_pool=pools["window"])
+    first, second, third = (driver.add(prompt) for prompt in PROMPTS)
+    assert rows([(second, 20)]) == [20] * 4 + [0, 0]
+    assert rows([(second, 13), (third, 9)]) == [22] * 4 + [1, 1]
+    assert rows([(second, 1), (first, 5), (third, 10)]) == [16] * 4 + [2, 2]
+    assert rows([(second, 1), (first, 1)]) == [2] * 6
+    assert rows([(driver.add(PROMPTS[2]), 9), (third, 7)], scores=True) == [16] * 4 + [9, 9]
+    assert rows([(driver.add(PROMPTS[2]), 9), (first, 1)], scores=True) == [10] * 6
+
+
+def test_the_batch_of_tokens_that_are_read(tmp_path: Path) -> None:
+    runner, _ = open_pools(make_tiny("gemma4_text", tmp_path, 0), 16, 40)
+    driver = Driver(runner, 40, 16)
+    lanes = [driver.add(PROMPTS[2]) for _ in range(4)]
+    batch = driver.batch([(lanes[0], 9), (lanes[1], 64), (lanes[2], 5), (lanes[3], 64)])
+    batch = replace(batch, scored=(ScoredPrompt(2, np.array([1, 2, 3]), 1),))
+    rows = [72, 73, 74, 75, 76, 77, 141]
+    only = batch.only(ReadRows(batch))
+    for name in ("input_ids", "positions", "out_slots"):
+        assert getattr(only, name).tolist() == getattr(batch, name)[rows].tolist()
+    for name in ("rows", "seq_lens", "page_table"):
+        assert getattr(only, name).tolist() == getattr(batch, name)[1:].tolist()
+    assert only.q_lens.tolist() == [1, 5, 1]
+    assert only.sampled.tolist() == [0, 2]
+    assert only.sampling is batch.sampling
+    windows, of_all = only.for_window(), batch.for_window()
+    assert windows.page_table.tolist() == of_all.page_table[1:].tolist()
+    assert windows.out_slots.tolist() == of_all.out_slots[rows].tolist()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from engine.backends.choose import layers_over
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
@@ -328,6 +329,7 @@ def open_flashinfer(path: Path, page_size: int, num_pages: int, **options: Any) 
 def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLayers:
     """FlashInfer's backends, built as engine/backends/choose.py does."""
     built: dict[str, Any] = {}
+    tail: dict[str, Any] = {}
     for group in loaded.spec.groups:
         facts = [layer for layer in loaded.attention if layer.kv_layer in group.layer_ids]
         if not facts or group.kind == "state":
@@ -345,5 +347,9 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
             built[group.kind] = FlashInferAttention(
                 pool, first.query_heads, first.scale, sinks, first.softcap
             )
-    full, window, latent = (built.get(kind) for kind in ("full", "window", "latent"))
-    return PagedLayers(full, window, loaded.spec.groups, latent, loaded.shared)
+            if any(layer.shares is not None for layer in facts):
+                workspace = built[group.kind].workspace
+                tail[group.kind] = FlashInferAttention(
+                    pool, first.query_heads, first.scale, sinks, first.softcap, workspace
+                )
+    return layers_over(loaded, built, built.get("latent"), tail)
