@@ -131,6 +131,9 @@ class Shard:
                 f"use 1, or one of {', '.join(FAMILIES)}",
             )
         part = copy.deepcopy(config)
+        for key in _DIVIDED:
+            if (whole := getattr(config, key, None)) is not None:
+                setattr(part, key, self._share(key, whole))
         if config.is_heterogeneous:  # Gemma 4
             part.per_layer_config = {
                 layer: {"head_dim": heads.head_dim, _KV_HEADS: self._kv_heads(heads)}
@@ -139,9 +142,6 @@ class Shard:
         else:
             part.head_dim = head_dim(config)
             setattr(part, _KV_HEADS, self._kv_heads(config))
-        for key in _DIVIDED:
-            if (whole := getattr(config, key, None)) is not None:
-                setattr(part, key, self._share(key, whole))
         return part
 
     def _kv_heads(self, config: Any) -> int:
