@@ -51,12 +51,13 @@ class Gemma4Decoder(nn.Module):
                 if not len(rows):
                     return DecoderOutput(whole)
                 hidden = hidden[:, rows]
+                assert of_layers is not None, "the gate refuses shared layers without it"
                 of_layers = of_layers[:, rows]
                 rotary = {kind: (cos[:, rows], sin[:, rows]) for kind, (cos, sin) in rotary.items()}
                 shared = {kind: (k[:, :, rows], v[:, :, rows]) for kind, (k, v) in shared.items()}
             hidden = layer(
                 hidden,
-                of_layers[:, :, number] if model.hidden_size_per_layer_input else None,
+                None if of_layers is None else of_layers[:, :, number],
                 shared_kv_states=shared,
                 position_embeddings=rotary[kind],
                 attention_mask=None,
@@ -68,11 +69,11 @@ class Gemma4Decoder(nn.Module):
             return DecoderOutput(hidden)
         return DecoderOutput(whole.index_copy(1, rows, hidden))
 
-    def _of_layers(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """What each layer adds for a token, [1, T, layers, width]; without that, anything of T rows."""
+    def _of_layers(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
+        """What each layer adds for a token, [1, T, layers, width]; None if none does."""
         model = self.decoder
         if not model.hidden_size_per_layer_input:
-            return embedded
+            return None
         of_tokens = model.get_per_layer_inputs(input_ids, embedded)
         result: torch.Tensor = model.project_per_layer_inputs(embedded, of_tokens)
         return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.batch import ForwardBatch, SamplingRows, StateSlots, WindowPages
+from engine.batch import ForwardBatch, PooledPrompt, SamplingRows, StateSlots, WindowPages
 from engine.sampling_state import SamplingState
 from engine.spec import ModelSpec
 from wire.request import SamplingParams
@@ -39,7 +39,8 @@ def pages_of(lens: Sequence[int], page_size: int) -> int:
 def largest_batch(
     spec: ModelSpec, lens: Sequence[int], page_size: int, context: int | None = None
 ) -> ForwardBatch:
-    """A batch of sequences that are all sampled, with what costs the sampler most memory.
+    """A batch of sequences that are all sampled, with what costs the sampler most memory. The hidden states
+    of all tokens are read, so that decoders compute all of each layer.
 
     They begin here; or they have contexts of `context` tokens, with whole pages before the new ones, so some
     are less than a page shorter. These pages before are all page 1: values do not matter.
@@ -75,4 +76,5 @@ def largest_batch(
         state=StateSlots(np.zeros(count, dtype=np.int32), np.arange(1, count + 1, dtype=np.int32))
         if "state" in kinds
         else None,
+        pooled=tuple(PooledPrompt(sequence, 0) for sequence in range(count)),
     )

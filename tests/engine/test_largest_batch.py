@@ -29,6 +29,7 @@ def test_every_token_has_a_slot_of_its_own(context: int | None, seq_lens: list[i
     lens = [40, 30, 1, 16]
     batch = largest_batch(fake_spec(1024, groups=("window", "state")), lens, 16, context)
     assert batch.seq_lens.tolist() == seq_lens
+    assert batch.read_lens().tolist() == lens
     assert len(set(batch.out_slots.tolist())) == sum(lens) == len(batch.input_ids)
     assert set((batch.out_slots // 16).tolist()) == set(range(1, pages_of(lens, 16) + 1))
     for i, (start, end) in enumerate(zip(batch.starts(), batch.starts()[1:], strict=False)):
