@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from common.tokenizer_file import tokenizer_json
 from engine.attention import ATTENTION_NAME
+from engine.attention_layers import AttentionLayer, attention_layers, check_layers
 from engine.checkpoint.formats import stored_format
 from engine.checkpoint.reader import nothing_divided, plain_dtype, read_weights, weight_files
 from engine.checkpoint.samples import WeightSamples
 from engine.checkpoint.stored import dequantise_parameters, move_parameters
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
@@ -44,29 +43,10 @@ from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
-from kvcache.layout import GroupSpec, stored_as
+from kvcache.layout import stored_as
 from kvcache.quant import KVFormat
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The properties of one attention layer that its backend needs, read from the layer's module."""
-
-    layer: int
-    query_heads: int
-    scale: float  # factor on q.k
-    window: int | None  # keys that a query sees, itself included; None: all
-    sinks: bool = False  # whether a learned logit per head joins each softmax
-    softcap: float | None = None  # c: a score s becomes c tanh(s / c)
-    top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
-    shares: int | None = None  # the layer whose keys and values it reads; None: its own
-
-    @property
-    def kv_layer(self) -> int:
-        """The layer whose pages it reads."""
-        return self.layer if self.shares is None else self.shares
 
 
 @dataclass(frozen=True)
@@ -115,8 +95,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
     )
-    attention = _attention_layers(model, family.shared(hf_config))
-    _check_layers(groups, attention)
+    attention = attention_layers(model, family.shared(hf_config))
+    check_layers(groups, attention)
     spec = ModelSpec(
         groups=groups,
         vocab_size=hf_config.vocab_size,
@@ -255,50 +235,6 @@ def _dtype(config: EngineConfig, hf_config: Any, local: bool) -> torch.dtype:
         return plain_dtype(weight_files(config.model, local))
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(config.model, error) from error
-
-
-def _attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLayer, ...]:
-    """Every attention module, in layer order. The modules are read, not the config, because they compute."""
-    modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
-    heads = model.config.num_attention_heads  # of this rank
-    return tuple(
-        AttentionLayer(
-            m.layer_idx,
-            heads,
-            float(m.scaling),
-            _window(m),
-            hasattr(m, "sinks"),
-            getattr(m, "attn_logit_softcapping", None),
-            getattr(m, "top_tokens", None),
-            shared.get(m.layer_idx),
-        )
-        for m in sorted(modules, key=lambda module: module.layer_idx)
-    )
-
-
-def _window(attention: Any) -> int | None:
-    """The window of an attention module. Some read it from the config, Qwen2-MoE's in sliding layers."""
-    config = getattr(attention, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[attention.layer_idx] == "full_attention":
-        return None
-    window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-    return window
-
-
-def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:
-    """Refuse a model whose modules do not match the groups that its family derived from the config."""
-    windows = {
-        layer: getattr(group, "window", None)
-        for group in groups
-        if group.kind != "state"
-        for layer in group.layer_ids
-    }
-    own = {facts.layer: facts.window for facts in attention if facts.shares is None}
-    if own != windows or any(own.get(facts.kv_layer, 0) != facts.window for facts in attention):
-        raise UnsupportedModel(
-            "its attention layers or windows differ from those in its config.json", "use another checkpoint"
-        )
 
 
 def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:

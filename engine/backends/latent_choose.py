@@ -13,8 +13,8 @@ from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
 
 if TYPE_CHECKING:
+    from engine.attention_layers import AttentionLayer
     from engine.config import EngineConfig
-    from engine.loader import AttentionLayer
     from engine.paged_layers import LatentBackend
     from kvcache.pool import MLAKVCache
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from engine.attention_layers import AttentionLayer
 from engine.backends.choose import build_attention
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
@@ -20,7 +21,6 @@ from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
 from engine.fake import fake_spec
 from engine.largest_batch import largest_batch, largest_lens
-from engine.loader import AttentionLayer
 from engine.paged_layers import IndexInputs
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from engine.attention_layers import AttentionLayer
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.sparse_cpu import CpuSparseAttention
@@ -16,7 +17,6 @@ from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
-from engine.loader import AttentionLayer
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from kvcache.quant import KVFormat
