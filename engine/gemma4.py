@@ -18,7 +18,7 @@ from engine.paged_layers import DecoderOutput, PagedLayers
 
 
 class Gemma4Decoder(nn.Module):
-    """Replaces transformers' Gemma4TextModel, whose modules it calls."""
+    """Replaces transformers' Gemma4TextModel or Gemma4UnifiedTextModel, whose modules it calls."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Gemma4Decoder(nn.Module):
                 if not len(rows):
                     return DecoderOutput(whole)
                 hidden = hidden[:, rows]
-                assert of_layers is not None, "the gate refuses shared layers without it"
-                of_layers = of_layers[:, rows]
+                of_layers = None if of_layers is None else of_layers[:, rows]
                 rotary = {kind: (cos[:, rows], sin[:, rows]) for kind, (cos, sin) in rotary.items()}
                 shared = {kind: (k[:, :, rows], v[:, :, rows]) for kind, (k, v) in shared.items()}
+            more = {} if of_layers is None else {"per_layer_input": of_layers[:, :, number]}
             hidden = layer(
                 hidden,
-                None if of_layers is None else of_layers[:, :, number],
+                **more,
                 shared_kv_states=shared,
                 position_embeddings=rotary[kind],
                 attention_mask=None,
@@ -72,7 +72,7 @@ class Gemma4Decoder(nn.Module):
     def _of_layers(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
         """What each layer adds for a token, [1, T, layers, width]; None if none does."""
         model = self.decoder
-        if not model.hidden_size_per_layer_input:
+        if not getattr(model, "hidden_size_per_layer_input", 0):
             return None
         of_tokens = model.get_per_layer_inputs(input_ids, embedded)
         result: torch.Tensor = model.project_per_layer_inputs(embedded, of_tokens)

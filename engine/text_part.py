@@ -16,6 +16,7 @@ Weight = TypeVar("Weight")
 _ARCHITECTURES = {
     "gemma3": ("Gemma3ForConditionalGeneration",),
     "gemma4": ("Gemma4ForConditionalGeneration",),
+    "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration",),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     "mistral3": ("Mistral3ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),

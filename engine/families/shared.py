@@ -65,13 +65,16 @@ def _prepare(model: Any) -> None:
     model.model = Gemma4Decoder(model.model)
 
 
+_GEMMA4 = replace(
+    by_layer_type("Gemma4ForCausalLM"),
+    groups=_groups,
+    allows=frozenset({"num_kv_shared_layers", "final_logit_softcapping"}),
+    check=_check,
+    prepare=_prepare,
+    shared=_shared,
+)
 FAMILIES = {
-    "gemma4_text": replace(
-        by_layer_type("Gemma4ForCausalLM"),
-        groups=_groups,
-        allows=frozenset({"num_kv_shared_layers", "final_logit_softcapping"}),
-        check=_check,
-        prepare=_prepare,
-        shared=_shared,
-    ),
+    "gemma4_text": _GEMMA4,
+    # Without embeddings of each layer, which its shared layers do not need.
+    "gemma4_unified_text": replace(_GEMMA4, architecture="Gemma4UnifiedForCausalLM", check=check_named),
 }

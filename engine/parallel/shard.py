@@ -54,6 +54,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "gemma4_text": _EXPERTS,
+    "gemma4_unified_text": {},
     "glm4": _JOINED,
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,

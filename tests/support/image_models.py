@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
     Kimi_K25Config,
     Kimi_K25VisionConfig,
@@ -62,6 +64,15 @@ def _mistral3(text: PretrainedConfig) -> PretrainedConfig:
     )
 
 
+_GEMMA4_TOKENS = {
+    name: 300 + number
+    for number, name in enumerate(
+        (
+            *("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id"),
+            *("boa_token_id", "eoa_token_index", "audio_token_id"),
+        )
+    )
+}
 WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": lambda: Gemma3Config(
         text_config=MIXED["gemma3_text"](),
@@ -76,13 +87,12 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         vision_config=Gemma4VisionConfig(
             hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
         ),
-        image_token_id=300,
-        boi_token_id=301,
-        eoi_token_id=302,
-        video_token_id=303,
-        boa_token_id=304,
-        eoa_token_index=305,
-        audio_token_id=306,
+        **_GEMMA4_TOKENS,
+    ),
+    "gemma4_unified": lambda: Gemma4UnifiedConfig(
+        text_config=SIMILAR["gemma4_unified_text"]().to_dict() | {"pad_token_id": 0},
+        vision_config=Gemma4UnifiedVisionConfig(mm_embed_dim=64, mm_posemb_size=16, output_proj_dims=64),
+        **_GEMMA4_TOKENS,
     ),
     "kimi_k25": lambda: Kimi_K25Config(
         text_config=MIXED["deepseek_v3"]().to_dict(),

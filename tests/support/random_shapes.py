@@ -234,7 +234,7 @@ def _gemma3(draw: ShapeDraw) -> Keys:
     }
 
 
-def _gemma4(draw: ShapeDraw) -> Keys:
+def gemma4(draw: ShapeDraw) -> Keys:
     """The last layer is a full one."""
     kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
     kinds[-1] = "full_attention"
@@ -346,7 +346,7 @@ SHAPES = {
     "qwen2_moe": _qwen2_moe,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
-    "gemma4_text": _gemma4,
+    "gemma4_text": gemma4,
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _delta_net,

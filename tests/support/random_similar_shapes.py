@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.support.random_shapes import Keys, ShapeDraw, deepseek, deepseek_v3, deepseek_v32, lfm2, of_kinds
+from tests.support.random_shapes import (
+    Keys,
+    ShapeDraw,
+    deepseek,
+    deepseek_v3,
+    deepseek_v32,
+    gemma4,
+    lfm2,
+    of_kinds,
+)
 
 
 def _cohere2(draw: ShapeDraw) -> Keys:
@@ -71,6 +80,14 @@ def _glm4_moe_lite(draw: ShapeDraw) -> Keys:
 def _glm_moe_dsa(draw: ShapeDraw) -> Keys:
     kinds = ["full", *(draw.rng.choice(["full", "shared"]) for _ in range(draw.layers - 1))]
     return {**deepseek_v32(draw), "indexer_types": kinds}
+
+
+def _gemma4_unified(draw: ShapeDraw) -> Keys:
+    keys = gemma4(draw)
+    mixture = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+    for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", *mixture):
+        keys.pop(key, None)
+    return keys
 
 
 def _granite(draw: ShapeDraw) -> Keys:
@@ -184,6 +201,7 @@ SIMILAR_SHAPES = {
     "ernie4_5_moe": _ernie_moe,
     "exaone4": _exaone4,
     "gemma": _gemma,
+    "gemma4_unified_text": _gemma4_unified,
     "glm4": _half_rotary,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,

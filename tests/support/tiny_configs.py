@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -293,6 +294,15 @@ _HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_f
 
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**{**COMMON, "tie_word_embeddings": True}),
+    "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=6.0,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+    ),
     "smollm3": lambda: SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
     "ernie4_5": lambda: Ernie4_5Config(**COMMON, use_bias=True),
     "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
