@@ -206,9 +206,8 @@ def pieces(source: Source, marker: str, part: Callable[[str], Part]) -> Reading[
     False if the text ends before it."""
     while True:
         at = source.text.find(marker)
-        count = at if at >= 0 else len(source.text) - _begun(source.text, (marker,))
-        if source.ended and at < 0:
-            count = len(source.text)
+        held = 0 if source.ended else _begun(source.text, (marker,))
+        count = at if at >= 0 else len(source.text) - held
         if count:
             yield part(source.take(count))
         if at >= 0:

@@ -111,6 +111,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 WINDOW = 24
 """Of the tiny models with one: it bites in short contexts, and is no whole number of 16-token pages."""
 _SLIDING = ["sliding_attention", "full_attention"] * 2
+_GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 6.0,
+    "sliding_window": WINDOW,
+}
 _LINEAR = ["linear_attention", "full_attention"] * 2
 
 
@@ -206,9 +213,7 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gemma4_text": lambda: Gemma4TextConfig(
         **{**COMMON, "num_hidden_layers": 6, "tie_word_embeddings": True},
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
+        **_GEMMA4,
         num_kv_shared_layers=2,
         use_double_wide_mlp=True,
         hidden_size_per_layer_input=8,
@@ -217,8 +222,6 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts=4,
         top_k_experts=2,
         moe_intermediate_size=32,
-        final_logit_softcapping=6.0,
-        sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", *_SLIDING],
     ),
     "phi3_window": lambda: Phi3Config(**_without("head_dim"), sliding_window=WINDOW),
@@ -296,11 +299,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**{**COMMON, "tie_word_embeddings": True}),
     "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(
         **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        final_logit_softcapping=6.0,
-        sliding_window=WINDOW,
+        **_GEMMA4,
         layer_types=_SLIDING,
     ),
     "smollm3": lambda: SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),

@@ -12,10 +12,16 @@ from router.text.json_scanner import DEEPEST
 from router.text.tool_formats.gemma4 import BEFORE_NAME, CLOSE, OPEN, QUOTE
 from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
 from router.text.tool_formats.xml import types_of
-from router.text.tool_formats.xml_syntax import ALTERNATIVES, OF_TEXTS, listed_values, refuse
+from router.text.tool_formats.xml_syntax import (
+    ALTERNATIVES,
+    ANY_KEY,
+    OF_TEXTS,
+    check_followed,
+    listed_values,
+    refuse,
+)
 
 _TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
-_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _OF_OBJECTS = ("patternProperties", "minProperties", "propertyNames", "dependentRequired")
 _OF_ARRAYS = ("minItems", "maxItems", "uniqueItems", "contains", "prefixItems")
 _OF_ALL = ("allOf", "$ref", "not", "if")
@@ -40,7 +46,7 @@ class _Values:
         """What a schema takes, in Lark; any value where it says nothing, or what cannot be followed."""
         if not isinstance(schema, Mapping):
             return "value"
-        self._check(schema, _OF_ALL)
+        check_followed(schema, _OF_ALL, self._tool)
         if (values := listed_values(schema)) is not None:
             return f"({' | '.join(self._written(value) for value in values)})" if values else "value"
         for name in ALTERNATIVES:
@@ -52,7 +58,7 @@ class _Values:
 
     def of_object(self, schema: Mapping[str, Any], level: int) -> str:
         """An object: what `properties` names, in that order, without what is not required or with it."""
-        self._check(schema, (*_OF_OBJECTS, *_OF_ALL, *ALTERNATIVES))
+        check_followed(schema, (*_OF_OBJECTS, *_OF_ALL, *ALTERNATIVES), self._tool)
         properties, required = schema.get("properties"), schema.get("required") or []
         if not isinstance(required, list):
             raise InvalidRequest(f"{self._tool.place}: 'required' is a list of names", "tools")
@@ -60,7 +66,7 @@ class _Values:
             return '"{}"' if self._tool.follows and level == 1 else "object"
         most = schema.get("maxProperties")
         if isinstance(most, int) and most < len(properties):
-            self._check(schema, ("maxProperties",))
+            check_followed(schema, ("maxProperties",), self._tool)
         members = [
             (f'{self._markers.lark(key)} ":" {self.of(inner, level + 1)}', key in required)
             for key, inner in properties.items()
@@ -70,12 +76,12 @@ class _Values:
     def _of_type(self, schema: Mapping[str, Any], kind: str, level: int) -> str:
         match kind:
             case "string":
-                self._check(schema, OF_TEXTS)
+                check_followed(schema, OF_TEXTS, self._tool)
                 return "text"
             case "object":
                 return self.of_object(schema, level)
             case "array":
-                self._check(schema, _OF_ARRAYS)
+                check_followed(schema, _OF_ARRAYS, self._tool)
                 item = self.of(schema.get("items"), level + 1)
                 return f'"[" ({item} ("," {item})*)? "]"'
             case _:
@@ -87,11 +93,6 @@ class _Values:
         if isinstance(value, dict | list):
             return "value"
         return json.dumps(json.dumps(value))
-
-    def _check(self, schema: Mapping[str, Any], keywords: tuple[str, ...]) -> None:
-        for keyword in keywords:
-            if self._tool.follows and keyword in schema:
-                refuse(keyword, self._tool)
 
 
 _IMPLIED = {"object": {"properties"}, "array": {"items"}}
@@ -124,7 +125,7 @@ def _rules(markers: Markers) -> str:
     return (
         f"{text}"
         'value: text | object | array | %json {"type": ["number", "boolean", "null"]}\n'
-        f'member: {_KEY} ":" value\n'
+        f'member: {ANY_KEY} ":" value\n'
         'object: "{" (member ("," member)*)? "}"\n'
         'array: "[" (value ("," value)*)? "]"\n'
     )

@@ -17,7 +17,7 @@ OF_TEXTS = ("pattern", "minLength", "maxLength", "format", "enum", "const", "all
 ALTERNATIVES = ("anyOf", "oneOf")
 _OF_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
-_ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,10 @@ class _Written:
         """Those of a tool. Raises InvalidRequest for a strict schema that cannot be followed, and for
         `required` that is no list."""
         schema = tool.schema
-        if tool.follows:
-            _check(schema, _COMBINED, tool)
+        check_followed(schema, _COMBINED, tool)
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
-            return "" if tool.follows else f"({self._argument(_ANY_KEY, 'value_text', markers)})*"
+            return "" if tool.follows else f"({self._argument(ANY_KEY, 'value_text', markers)})*"
         required = schema.get("required") or []
         if not isinstance(required, list):
             raise InvalidRequest(f"{tool.place}: 'required' is a list of names", "tools")
@@ -113,13 +112,15 @@ def _limit_of_texts(schema: Any) -> str:
     return ""
 
 
-def _check(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: CalledTool) -> None:
+def check_followed(schema: Mapping[str, Any], keywords: tuple[str, ...], tool: CalledTool) -> None:
+    """Raises InvalidRequest if a strict tool's schema has one of these keywords."""
     for keyword in keywords:
-        if keyword in schema:
+        if tool.follows and keyword in schema:
             refuse(keyword, tool)
 
 
 def refuse(keyword: str, tool: CalledTool) -> None:
+    """Raises InvalidRequest for a keyword of a tool's schema."""
     raise InvalidRequest(
         f"{tool.place}: {keyword!r} cannot be followed in the form in which this model writes calls", "tools"
     )
