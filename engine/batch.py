@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,14 @@ class StateSlots:
 
     reads: npt.NDArray[np.int32]  # [S]; 0: the sequence starts here, without a state
     writes: npt.NDArray[np.int32]  # [S]; 0 for a padding sequence
+
+
+class ReadRows(NamedTuple):
+    """The new tokens of a batch whose hidden states are read: for these alone decoders compute what no page
+    depends on."""
+
+    rows: npt.NDArray[np.int64]  # [n] places in the pack, ascending
+    starts: npt.NDArray[np.int64]  # [S + 1]: sequence i's are rows[starts[i]:starts[i + 1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,19 @@ class ForwardBatch:
         lens[whole] = self.q_lens[whole]
         return lens
 
+    def read_rows(self) -> ReadRows | None:
+        """Where the new tokens are whose hidden states are read; None: all are. A step with one new token for
+        each sequence counts as all: it is a decode step, of which nothing but padding is not read."""
+        if len(self.q_lens) == len(self.positions):
+            return None
+        lens, ends = self.read_lens(), self.starts()[1:]
+        starts = np.zeros(len(lens) + 1, np.int64)
+        np.cumsum(lens, out=starts[1:])
+        count = int(starts[-1])
+        if count == len(self.positions):
+            return None
+        return ReadRows(np.repeat(ends - starts[1:], lens) + np.arange(count), starts)
+
     def only(self, reads: ReadRows) -> ForwardBatch:
         """The batch of the new tokens at `reads.rows`, of which there is one at least, when their keys and
         values are in their pages. It has no state, and nothing is scored or pooled."""
@@ -131,23 +152,6 @@ class ForwardBatch:
         """This batch with the page table and the slots of the window group."""
         assert self.window is not None, "the batch was built without window pages"
         return replace(self, page_table=self.window.page_table, out_slots=self.window.out_slots)
-
-
-class ReadRows:
-    """The new tokens of a batch whose hidden states are read (ForwardBatch.read_lens): for these alone
-    decoders compute what no page depends on."""
-
-    def __init__(self, batch: ForwardBatch) -> None:
-        self.count = len(batch.positions)
-        # [count] places in the pack, ascending; [S + 1] where each sequence's begin. Empty if all are read
-        self.rows = self.starts = np.zeros(0, np.int64)
-        if len(batch.sampled) == self.count:  # a decode step
-            return
-        lens, ends = batch.read_lens(), batch.starts()[1:]
-        self.starts = np.zeros(len(lens) + 1, np.int64)
-        np.cumsum(lens, out=self.starts[1:])
-        self.count = int(self.starts[-1])
-        self.rows = np.repeat(ends - self.starts[1:], lens) + np.arange(self.count)
 
 
 @dataclass(frozen=True, slots=True)

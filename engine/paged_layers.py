@@ -141,13 +141,6 @@ class Recordable(Protocol):
 
 
 @runtime_checkable
-class TellsReadRows(Protocol):
-    """An AttentionBackend that tells a fused decoder of the prepared batch's ReadRows."""
-
-    read_rows: torch.Tensor | None  # int64 [n], on the device; None: all rows are read
-
-
-@runtime_checkable
 class LimitsSteps(Protocol):
     """A backend that cannot take a step of any size."""
 
@@ -180,7 +173,7 @@ class PagedLayers:
         self._groups = groups
         self._shared = shared or {}
         self.tail = tail
-        self.reads: ReadRows | None = None  # of the prepared batch; None: all are read
+        self.reads: ReadRows | None = None  # of the prepared batch
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
@@ -209,7 +202,8 @@ class PagedLayers:
         return sorted({type(backend).__name__ for backend in backends if backend is not None})
 
     def fixed(self, sequences: int, context_pages: int) -> PagedLayers:
-        """The same layers over backends for recorded steps, in which all tokens are read; see Recordable."""
+        """The same layers over backends for recorded steps, which need no `tail`: all tokens of a decode step
+        are read. See Recordable."""
 
         def fix(backend: Any) -> Any:
             return None if backend is None else backend.fixed(sequences, context_pages)
@@ -231,8 +225,6 @@ class PagedLayers:
             self.window.prepare(batch.for_window())
         if self.latent is not None:
             self.latent.prepare(batch)
-        if self.tail is not None:
-            reads = ReadRows(batch)
-            self.reads = reads if reads.count < len(batch.positions) else None
-            if self.reads is not None and reads.count:
-                self.tail.prepare(batch.only(reads))
+        self.reads = batch.read_rows()
+        if self.tail is not None and self.reads is not None and len(self.reads.rows):
+            self.tail.prepare(batch.only(self.reads))

@@ -14,7 +14,7 @@ from engine.backends.decode_attention import DecodeAttention
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
-from engine.batch import ForwardBatch, ReadRows
+from engine.batch import ForwardBatch
 from engine.device_copies import pinned, upload
 from kvcache.pool import MHAKVCache
 
@@ -23,7 +23,7 @@ BACKEND = "fa2"
 
 
 class FlashInferAttention:
-    """An AttentionBackend that TellsReadRows. One plan serves all layers, for prefill chunks and decode rows.
+    """An AttentionBackend. One plan serves all layers, for prefill chunks and decode rows.
 
     One prefill wrapper serves mixed batches, because a row with one new token is a prefill of length one.
     Separate wrappers for prefill and decode would split the batch, which costs a copy of q and out in every
@@ -57,9 +57,8 @@ class FlashInferAttention:
         self.workspace = workspace
         self._planned = Workspace(self._device)
         self._wrapper: Any = _wrapper(pool, workspace, self._window_left, sinks, buffers)
-        self._fixed = None if buffers is None else len(buffers.lengths)
-        self._slots = NewSlots(pool.page_size, self._device, self._fixed)
-        self.read_rows: torch.Tensor | None = None
+        count = None if buffers is None else len(buffers.lengths)
+        self._slots = NewSlots(pool.page_size, self._device, count)
 
     def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention | DecodeAttention:
         """This backend for decode steps of `sequences` rows with at most `context_pages` pages each, which
@@ -76,10 +75,6 @@ class FlashInferAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         indices = page_indices(batch, self._pool.page_size, self._window)
         self._slots.fill(batch.out_slots)
-        if self._fixed is None:  # of a recorded step all rows are
-            reads = ReadRows(batch)
-            some = reads.count < len(batch.positions)
-            self.read_rows = upload(reads.rows, self._device) if some else None
         with self._planned.in_use():
             self._wrapper.plan(
                 pinned(indices.q_starts, self._device),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.batch import ReadRows
 from engine.cpu.batch_arrays import BatchArrays
 from engine.cpu.op import FORMATS, STORAGE, AttentionCall, KernelsUnavailable, kernels
 
@@ -55,7 +54,6 @@ class CpuAttention:
         self._layer_bytes = pool.data.stride(1) * pool.data.element_size()
         self._v_bytes = pool.data.stride(2) * pool.data.element_size()
         self._arrays = BatchArrays()
-        self._reads: ReadRows | None = None
         self._call = AttentionCall(
             heads=query_heads,
             kv_heads=kv_heads,
@@ -80,15 +78,8 @@ class CpuAttention:
         """The address of page 0's first K tile, the bytes between two layers, the bytes from K to V tiles."""
         return self._base, self._layer_bytes, self._v_bytes
 
-    @property
-    def reads(self) -> ReadRows:
-        """The rows of the prepared batch that a fused decoder computes to the end."""
-        assert self._reads is not None, "no batch was prepared"
-        return self._reads
-
     def prepare(self, batch: ForwardBatch) -> None:
         self._arrays.fill(self._call, batch)
-        self._reads = ReadRows(batch)
 
     def forward(
         self,

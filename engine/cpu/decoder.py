@@ -110,7 +110,7 @@ class FusedDecoder(nn.Module):
     ) -> DecoderOutput:
         """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normalised.
 
-        Of tokens that ForwardBatch.read_lens leaves out it is 0, or has a NaN where a K or V is not finite.
+        Of tokens that are not read (PagedLayers.reads) it is 0, or has a NaN where a K or V is not finite.
         """
         residual = self.embed_tokens(input_ids[0]).float()
         angles = position_ids[0].float()[:, None] * self._frequencies
@@ -124,9 +124,10 @@ class FusedDecoder(nn.Module):
         assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
         call.attention = ctypes.pointer(attention.call)
         call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
-        reads = attention.reads
-        call.reads, call.read_starts = reads.rows.ctypes.data, reads.starts.ctypes.data
-        call.read_count = reads.count
+        call.read_count = call.tokens
+        if paged.reads is not None:
+            rows, starts = paged.reads
+            call.reads, call.read_starts, call.read_count = rows.ctypes.data, starts.ctypes.data, len(rows)
         needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
         if needed + 64 > len(self._scratch):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)

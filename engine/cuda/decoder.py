@@ -21,7 +21,8 @@ from engine.cuda.limits import HEAD_DIMS
 from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
-from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers, TellsReadRows
+from engine.device_copies import upload
+from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
 from engine.parallel.sums import SummedExperts, SummedLinear
 from engine.positions import longest_context
 
@@ -72,8 +73,8 @@ class FlashInferDecoder(nn.Module):
     ) -> DecoderOutput:
         """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised.
 
-        Of tokens that are not read (TellsReadRows) it is 0, or has a NaN where a K or V of the last layer is
-        not finite.
+        Of tokens that are not read (PagedLayers.reads) it is 0, or has a NaN where a K or V of the last layer
+        is not finite.
         """
         residual, positions = self.embed_tokens(input_ids[0]), position_ids[0]
         if len(residual) == 1 and self._has_rows:
@@ -84,13 +85,12 @@ class FlashInferDecoder(nn.Module):
             attended = self._attend(number, x, positions, paged)[0]
             x = self._rest_of_layer(number, attended, residual)
         attended, kv = self._attend(last, x, positions, paged)
-        backend = paged.of_layer[last][0]
-        reads = backend.read_rows if isinstance(backend, TellsReadRows) else None
-        if reads is None:
+        if paged.reads is None:
             del kv  # the layers before had its memory, too
             return DecoderOutput(self._rest_of_layer(last, attended, residual)[None])
         hidden = torch.zeros_like(residual)
         hidden[:, 0] = kv.sum(-1, dtype=torch.float32) * 0
+        reads = upload(paged.reads.rows, hidden.device)
         if len(reads):
             hidden[reads] = self._rest_of_layer(last, attended[reads], residual[reads])
         return DecoderOutput(hidden[None])

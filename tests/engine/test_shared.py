@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig
 
-from engine.batch import ReadRows, ScoredPrompt
+from engine.batch import ScoredPrompt
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
@@ -98,7 +98,10 @@ def test_the_batch_of_tokens_that_are_read(tmp_path: Path) -> None:
     batch = driver.batch([(lanes[0], 9), (lanes[1], 64), (lanes[2], 5), (lanes[3], 64)])
     batch = replace(batch, scored=(ScoredPrompt(2, np.array([1, 2, 3]), 1),))
     rows = [72, 73, 74, 75, 76, 77, 141]
-    only = batch.only(ReadRows(batch))
+    reads = batch.read_rows()
+    assert reads is not None
+    assert reads.rows.tolist() == rows
+    only = batch.only(reads)
     for name in ("input_ids", "positions", "out_slots"):
         assert getattr(only, name).tolist() == getattr(batch, name)[rows].tolist()
     for name in ("rows", "seq_lens", "page_table"):
