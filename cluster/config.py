@@ -42,6 +42,8 @@ from worker.tenant_options import TenantShareOptions, check_shares
 AGREED_OPTIONS = ("page_size", "dtype", "weight_dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
 
+OBJECT_STORE_BYTES = 100 * 1024 * 1024
+"""What a Ray that is started here sets aside. Nothing of ours goes through it; Ray wants at least 75 MiB."""
 
 DYNAMIC = "dynamic"
 """Key of the section of workers whose roles change."""

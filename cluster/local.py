@@ -23,6 +23,7 @@ from ray import serve
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
+from cluster.config import OBJECT_STORE_BYTES
 from cluster.directory_actor import DirectoryFinder
 from cluster.refusal import find_refusal
 from cluster.running import APP_NAME, connect_ray
@@ -33,7 +34,6 @@ from common.stop_signal import StopSignal
 
 ROUTER = "router"
 _POLL_S = 0.1
-OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _HTTP_TIMEOUT_S = 5.0
 
 

@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
-from ray.serve.schema import RayActorOptionsSchema
 
 from common.errors import ConfigError
 from common.options import Options
@@ -47,6 +46,9 @@ class NodeOptions(Options):
     @field_validator("labels")
     @classmethod
     def _selectable(cls, labels: dict[str, str]) -> dict[str, str]:
+        # Here, because it takes two seconds, and most configurations say nothing of labels.
+        from ray.serve.schema import RayActorOptionsSchema
+
         try:
             RayActorOptionsSchema(label_selector=labels)
         except ValidationError as error:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cluster.config import ServeConfig, parse_config
+from cluster.config import OBJECT_STORE_BYTES, ServeConfig, parse_config
 from cluster.doctor.facts import UNLIMITED, NodeFacts, PortsFree, Problem
 from cluster.doctor.gpu_probe import gpu_problem
 from cluster.doctor.model_check import present_files
-from cluster.local import OBJECT_STORE_BYTES
 from common.errors import ConfigError
 from common.gpus import gpus_found
 from common.host import AUTO, local_address

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from cluster.cli import parser_for
-from cluster.local import OBJECT_STORE_BYTES
+from cluster.config import OBJECT_STORE_BYTES
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
