@@ -5,6 +5,12 @@ from __future__ import annotations
 CLAMPED = "GptOssExperts"
 """Its gates and ups alternate, have biases and are clamped."""
 EXPERTS = (
+    "AfmoeExperts",
+    "Dots1Experts",
+    "ExaoneMoeExperts",
+    "HYV3Experts",
+    "Mistral4Experts",
+    "SolarOpenExperts",
     "MixtralExperts",
     "MiniMaxM2Experts",
     "Ernie4_5_MoeExperts",

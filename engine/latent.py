@@ -99,6 +99,28 @@ class LatentAttention(nn.Module):
         return q_nope, q_rope
 
 
+class ScaledLatentAttention(LatentAttention):
+    """Of Mistral 4, whose queries grow with their position p: they are multiplied by
+    1 + beta log(1 + floor(p / original_max_position_embeddings)), as in Llama 4."""
+
+    def __init__(self, attention: Any, rotate: Rotate) -> None:
+        super().__init__(attention, rotate)
+        rope = attention.config.rope_parameters
+        self._beta: float = rope["llama_4_scaling_beta"]
+        self._original_positions: int = rope["original_max_position_embeddings"]
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **more: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        positions: torch.Tensor = more["position_ids"]  # [1, T]
+        growth = torch.log1p(torch.floor(positions / self._original_positions))
+        scale = (1 + self._beta * growth)[..., None]  # [1, T, 1]
+        # Queries are linear functions of this, without a bias.
+        compressed = self._compressed(hidden_states)
+        compressed = compressed * scale.to(compressed.dtype)
+        return self._attend(hidden_states, compressed, position_embeddings, paged), None
+
+
 class Indexer(nn.Module):
     """Replaces the indexer of one layer. It keeps its projections.
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import cached_file, is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
@@ -83,7 +84,9 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     check_weight_dtype(config, dtype)
     shard = None if group is None else Shard(group.rank, group.size)
     samples = WeightSamples()
-    model = _read(config, hf_config, dtype, local, shard, samples, is_text_part=hf_config is not whole)
+    model_class = getattr(transformers, family.architecture)
+    is_text_part = hf_config is not whole
+    model = _read(model_class, config, hf_config, dtype, local, shard, samples, is_text_part)
     if group is not None:
         put_sums(model, group)
     move_parameters(model, torch.device(config.device))
@@ -129,6 +132,7 @@ def read_tokenizer(model: str) -> str:
 
 
 def _read(
+    model_class: Any,
     config: EngineConfig,
     hf_config: Any,
     dtype: torch.dtype,
@@ -157,7 +161,7 @@ def _read(
         if is_text_part:
             weights = text_weights(weights)
             plain.update({"tie_word_embeddings": "lm_head.weight" not in weights})
-        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
+        model, report = model_class.from_pretrained(
             None,
             config=plain,
             state_dict=weights,

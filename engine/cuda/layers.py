@@ -16,12 +16,15 @@ from engine.cuda.stored_product import Products
 from engine.parallel.sums import SummedLinear
 
 NORMS = (
+    "AfmoeRMSNorm",
     "DeepseekV2RMSNorm",
     "DeepseekV32RMSNorm",
     "DeepseekV3RMSNorm",
+    "Dots1RMSNorm",
     "Ernie4_5RMSNorm",
     "Ernie4_5_MoeRMSNorm",
     "Exaone4RMSNorm",
+    "ExaoneMoeRMSNorm",
     "FalconH1RMSNorm",
     "Gemma4RMSNorm",
     "Gemma4UnifiedRMSNorm",
@@ -32,14 +35,17 @@ NORMS = (
     "GptOssRMSNorm",
     "GraniteMoeHybridRMSNorm",
     "GraniteRMSNorm",
+    "HYV3RMSNorm",
     "Lfm2MoeRMSNorm",
     "Lfm2RMSNorm",
     "MiniMaxM2RMSNorm",
     "Ministral3RMSNorm",
+    "Mistral4RMSNorm",
     "Olmo2RMSNorm",
     "Olmo3RMSNorm",
     "Phi3RMSNorm",
     "SmolLM3RMSNorm",
+    "SolarOpenRMSNorm",
 )
 """transformers' norms that multiply by their weight. Some of Gemma 4's have none, and stay."""
 
@@ -54,13 +60,16 @@ NORMS_PLUS_ONE = (
 """transformers' norms that multiply by their weight plus one."""
 
 MLPS = (
+    "AfmoeMLP",
     "Cohere2MLP",
     "DeepseekV2MLP",
     "DeepseekV32MLP",
     "DeepseekV3MLP",
+    "Dots1MLP",
     "Ernie4_5MLP",
     "Ernie4_5_MoeMLP",
     "Exaone4MLP",
+    "ExaoneMoeMLP",
     "Gemma2MLP",
     "Gemma3MLP",
     "Gemma4TextMLP",
@@ -70,7 +79,9 @@ MLPS = (
     "Glm4MoeMLP",
     "GlmMoeDsaMLP",
     "GraniteMLP",
+    "HYV3MLP",
     "Ministral3MLP",
+    "Mistral4MLP",
     "Olmo2MLP",
     "Olmo3MLP",
     "Qwen2MoeMLP",
@@ -78,6 +89,7 @@ MLPS = (
     "Qwen3_5MLP",
     "Qwen3_5MoeMLP",
     "SmolLM3MLP",
+    "SolarOpenMLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""
 

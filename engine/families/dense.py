@@ -45,8 +45,10 @@ FAMILIES: dict[str, Family] = {
     "glm4": _family("Glm4ForCausalLM"),
     "glm4_moe": _family("Glm4MoeForCausalLM"),
     "granite": replace(_family("GraniteForCausalLM"), prepare=divide_logits),
+    "hy_v3": _family("HYV3ForCausalLM"),
     "llama": _family("LlamaForCausalLM"),
     "minimax_m2": _family("MiniMaxM2ForCausalLM"),
     "olmo2": _family("Olmo2ForCausalLM"),
     "seed_oss": _family("SeedOssForCausalLM"),
+    "solar_open": _family("SolarOpenForCausalLM"),
 }

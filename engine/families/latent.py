@@ -11,7 +11,13 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.latent import LatentAttention, Rotate, SharingLatentAttention, SparseLatentAttention
+from engine.latent import (
+    LatentAttention,
+    Rotate,
+    ScaledLatentAttention,
+    SharingLatentAttention,
+    SparseLatentAttention,
+)
 from kvcache.layout import LatentGroupSpec
 
 _V2_ROUTING = ("greedy", "group_limited_greedy")
@@ -64,6 +70,15 @@ def _check_sparse(config: Any) -> None:
         )
 
 
+def _check_scaled(config: Any) -> None:
+    _check(config)
+    if config.rope_parameters.get("llama_4_scaling_beta") is None:
+        raise UnsupportedModel(
+            "rope_parameters has no llama_4_scaling_beta in config.json",
+            "use a checkpoint that says how its queries grow",
+        )
+
+
 def _routed_by(config: Any, key: str, *computed: Any) -> None:
     """Raises UnsupportedModel for a setting of DeepSeek's own code that transformers' does not read."""
     value = getattr(config, key, None)
@@ -106,9 +121,17 @@ def _prepare_v2(model: nn.Module) -> None:
     _absorb(model, LatentAttention, _rotate_v2)
 
 
-def _prepare_v3(model: nn.Module) -> None:
+def _rotation(model: nn.Module) -> Rotate:
     config: Any = model.config
-    _absorb(model, LatentAttention, _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves)
+    return _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves
+
+
+def _prepare_v3(model: nn.Module) -> None:
+    _absorb(model, LatentAttention, _rotation(model))
+
+
+def _prepare_scaled(model: nn.Module) -> None:
+    _absorb(model, ScaledLatentAttention, _rotation(model))
 
 
 def _prepare_v32(model: nn.Module) -> None:
@@ -138,5 +161,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_glm
+    ),
+    "mistral4": Family(
+        "Mistral4ForCausalLM", _groups, allows=_LATENT, check=_check_scaled, prepare=_prepare_scaled
     ),
 }

@@ -99,8 +99,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _all_alike("Qwen3MoeForCausalLM"),
     "gemma3_text": by_layer_type("Gemma3ForCausalLM"),
     "gpt_oss": by_layer_type("GptOssForCausalLM"),
+    "afmoe": by_layer_type("AfmoeForCausalLM"),
     "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
+    "dots1": by_layer_type("Dots1ForCausalLM"),
     "exaone4": by_layer_type("Exaone4ForCausalLM"),
+    "exaone_moe": by_layer_type("ExaoneMoeForCausalLM"),
     "olmo3": by_layer_type("Olmo3ForCausalLM"),
     "smollm3": by_layer_type("SmolLM3ForCausalLM"),
 }

@@ -44,9 +44,10 @@ _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
-    *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text"),
-    *("glm4_moe", "granite", "llama", "ministral3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
+    *("afmoe", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma"),
+    *("gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3", "llama", "ministral3", "mistral", "mixtral"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("seed_oss", "smollm3", "solar_open"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
@@ -60,6 +61,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "glm_moe_dsa": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
     "minimax_m2": _NORMS,
+    "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "olmo2": _NORMS,
     "olmo3": _NORMS,
     "phi3": _JOINED,
@@ -87,12 +89,17 @@ def _qkv_and_gate_up(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _experts(config: Any) -> dict[str, tuple[int, ...]]:
-    return {"experts.gate_up_proj": (config.moe_intermediate_size,) * 2} if config.enable_moe_block else {}
+    return {"experts.gate_up_proj": (config.moe_intermediate_size,) * 2}
+
+
+def _gemma_experts(config: Any) -> dict[str, tuple[int, ...]]:
+    return _experts(config) if config.enable_moe_block else {}
 
 
 _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
-    "gemma4_text": _experts,
+    "gemma4_text": _gemma_experts,
     "glm4": _gate_up,
+    "mistral4": _experts,
     "phi3": _qkv_and_gate_up,
 }
 """Model types with weights of several projections."""

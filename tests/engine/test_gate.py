@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     JambaConfig,
     LlamaConfig,
+    Mistral4Config,
     MistralConfig,
     OlmoConfig,
     PretrainedConfig,
@@ -103,6 +104,7 @@ def test_every_tested_family_passes(family: str) -> None:
         (with_field(LlamaConfig(), index_topk=8), "index_topk is 8"),
         (with_field(LlamaConfig(), kv_lora_rank=8), "kv_lora_rank is 8"),
         (LlamaConfig(rope_parameters=rope(rope_type="dynamic")), "rope_type 'dynamic'"),
+        (Mistral4Config(rope_parameters=rope(rope_type="default")), "no llama_4_scaling_beta"),
     ],
 )
 def test_a_feature_that_would_be_computed_wrongly_is_refused(config: PretrainedConfig, named: str) -> None:

@@ -108,6 +108,7 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "mistral3": lambda: _mistral3(FAMILIES["mistral"]()),
     "ministral3": lambda: _mistral3(SIMILAR["ministral3"]()),
+    "mistral4": lambda: _mistral3(SIMILAR["mistral4"]()),
     "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(**_qwen("qwen3_5_moe_text")),
 }

@@ -15,18 +15,8 @@ EVERY_SHAPE = {**SHAPES, **SIMILAR_SHAPES}
 
 _WITHOUT_HEAD_DIM = (
     *("cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "falcon_h1", "glm4_moe_lite"),
-    *(
-        "glm_moe_dsa",
-        "granite",
-        "granitemoehybrid",
-        "lfm2",
-        "lfm2_moe",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2_moe",
-        "smollm3",
-    ),
+    *("glm_moe_dsa", "granite", "granitemoehybrid", "lfm2", "lfm2_moe", "mistral4", "olmo2", "olmo3", "phi3"),
+    *("qwen2_moe", "smollm3"),
 )
 
 

@@ -61,15 +61,65 @@ def _half_rotary(draw: ShapeDraw) -> Keys:
     }
 
 
-def _glm4_moe(draw: ShapeDraw) -> Keys:
+def _routed(draw: ShapeDraw) -> Keys:
+    """Experts in groups."""
     keys = deepseek(draw)
     routing = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group")
     others = ("moe_intermediate_size", "first_k_dense_replace", "routed_scaling_factor")
+    return {**{name: keys[name] for name in (*routing, *others)}, "norm_topk_prob": draw.flag()}
+
+
+def _glm4_moe(draw: ShapeDraw) -> Keys:
+    return {**_routed(draw), **_half_rotary(draw), "use_qk_norm": draw.flag()}
+
+
+def _dots1(draw: ShapeDraw) -> Keys:
+    windowed = {key: value for key, value in _windowed(draw).items() if key != "hidden_size"}
+    if draw.flag():
+        windowed = {"sliding_window": None, "layer_types": ["full_attention"] * draw.layers}
+    return {**_routed(draw), **windowed, "attention_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _solar_open(draw: ShapeDraw) -> Keys:
+    keys = _routed(draw)
+    del keys["first_k_dense_replace"]
+    return {**keys, "attention_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _shared_experts(draw: ShapeDraw) -> Keys:
+    return {**draw.experts("num_experts"), "num_shared_experts": draw.rng.randrange(1, 3)}
+
+
+def _afmoe(draw: ShapeDraw) -> Keys:
     return {
-        **{name: keys[name] for name in (*routing, *others)},
-        **_half_rotary(draw),
-        "use_qk_norm": draw.flag(),
+        **_windowed(draw),
+        **_shared_experts(draw),
+        "num_dense_layers": draw.rng.randrange(draw.layers + 1),
+        "route_scale": draw.rng.choice([1.0, 2.0]),
+        "mup_enabled": draw.flag(),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _hy_v3(draw: ShapeDraw) -> Keys:
+    return {
+        **_shared_experts(draw),
+        "mlp_layer_types": draw.kinds("dense", "sparse", "sparse"),
+        "router_scaling_factor": draw.rng.choice([1.0, 2.8]),
+        "enable_moe_fp32_combine": draw.flag(),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _mistral4(draw: ShapeDraw) -> Keys:
+    """Queries grow with their positions."""
+    return {
+        **deepseek(draw),
         "norm_topk_prob": draw.flag(),
+        "rope_interleave": draw.flag(),
+        "rope_parameters": {**_ministral3(draw)["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 0.8},
     }
 
 
@@ -165,6 +215,16 @@ def _exaone4(draw: ShapeDraw) -> Keys:
     return {**_windowed(draw), "rope_parameters": draw.rope()}
 
 
+def _exaone_moe(draw: ShapeDraw) -> Keys:
+    experts = _routed(draw)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return {
+        **_windowed(draw),
+        **{names.get(name, name): value for name, value in experts.items()},
+        "rope_parameters": draw.rope(),
+    }
+
+
 def _seed_oss(draw: ShapeDraw) -> Keys:
     biases = {name: draw.flag() for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
     return {**biases, "rope_parameters": draw.rope()}
@@ -196,10 +256,13 @@ def _lfm2_moe(draw: ShapeDraw) -> Keys:
 
 
 SIMILAR_SHAPES = {
+    "afmoe": _afmoe,
     "cohere2": _cohere2,
+    "dots1": _dots1,
     "ernie4_5": _ernie,
     "ernie4_5_moe": _ernie_moe,
     "exaone4": _exaone4,
+    "exaone_moe": _exaone_moe,
     "gemma": _gemma,
     "gemma4_unified_text": _gemma4_unified,
     "glm4": _half_rotary,
@@ -208,12 +271,15 @@ SIMILAR_SHAPES = {
     "glm_moe_dsa": _glm_moe_dsa,
     "granite": _granite,
     "granitemoehybrid": _granite_hybrid,
+    "hy_v3": _hy_v3,
     "lfm2_moe": _lfm2_moe,
     "minimax_m2": _minimax,
     "ministral3": _ministral3,
+    "mistral4": _mistral4,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
+    "solar_open": _solar_open,
 }
 """model_type -> the keys beside those that all have."""

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -26,11 +29,13 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HYV3Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -46,6 +51,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
 )
 
 VOCAB_SIZE = 320
@@ -293,6 +299,7 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""
 
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1}
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
@@ -377,6 +384,38 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         residual_multiplier=0.8,
         attention_multiplier=0.3,
     ),
+    "afmoe": lambda: AfmoeConfig(
+        **{**COMMON, "num_hidden_layers": 4},
+        **_MIXTURE,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        num_dense_layers=1,
+        route_scale=1.5,
+        mup_enabled=True,
+    ),
+    "dots1": lambda: Dots1Config(**_routed(), sliding_window=None),
+    "exaone_moe": lambda: ExaoneMoeConfig(
+        **{**COMMON, "num_hidden_layers": 4},
+        **_MIXTURE,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+    ),
+    "hy_v3": lambda: HYV3Config(**COMMON, **_MIXTURE),
+    "mistral4": lambda: Mistral4Config(
+        **_deepseek(q_lora_rank=24),
+        rope_parameters={
+            **_YARN,
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "solar_open": lambda: SolarOpenConfig(**_routed()),
     "lfm2_moe": lambda: Lfm2MoeConfig(
         **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
         conv_bias=True,
@@ -391,7 +430,12 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def _glm_moe() -> dict[str, Any]:
-    """Two dense layers, then one with experts in two groups."""
+    """The same with norms of heads."""
+    return {**_routed(), "use_qk_norm": True}
+
+
+def _routed() -> dict[str, Any]:
+    """Two dense layers, if there can be, then one with experts in two groups."""
     return {
         **COMMON,
         "n_routed_experts": 4,
@@ -402,5 +446,4 @@ def _glm_moe() -> dict[str, Any]:
         "topk_group": 1,
         "first_k_dense_replace": 2,
         "routed_scaling_factor": 1.5,
-        "use_qk_norm": True,
     }

@@ -12,9 +12,19 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.support.tiny_configs import COMMON, FAMILIES, MIXED, SIMILAR, VOCAB_SIZE
+
+# transformers leaves it out, and takes no class of its own without `exist_ok`.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -132,6 +132,14 @@ def test_weights_of_two_projections_and_of_norms_of_all_heads() -> None:
         assert found == [Division(0, part, max(parts) + 1) for part in parts]
 
 
+def test_all_experts_in_one_weight() -> None:
+    config = SIMILAR["mistral4"]()
+    divide, inner = Shard(1, 2).divide(config), config.moe_intermediate_size
+    assert divide("model.layers.2.mlp.experts.gate_up_proj") == Division(1, 1, 2, (inner, inner))
+    assert divide("model.layers.2.mlp.experts.down_proj") == Division(2, 1, 2)
+    assert divide("model.layers.2.self_attn.kv_b_proj.weight") == Division(0, 1, 2)
+
+
 def test_fewer_kv_heads_than_ranks_are_each_in_several_parts() -> None:
     config = FAMILIES["qwen2"]()
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
