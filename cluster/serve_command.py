@@ -7,23 +7,17 @@ import os
 import sys
 from typing import Any
 
-from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config
 from cluster.configuration_arguments import add_set, base_config, unused
-from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, stop_first
 from cluster.model_files import model_directory
 from cluster.own_session import leave_session
-from cluster.start_display import StartDisplay
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.settings import assign, parse_value, put
-from common.stop_signal import StopSignal
 from router.options import OutputOptions, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
 
-_READY_TIMEOUT_S = 1800.0  # large models load slowly
-_WATCH_S = 5.0  # between two looks at whether Ray still runs
 _WORKER_FLAGS = (
     "page_size",
     "max_total_tokens",
@@ -129,6 +123,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     if kept := unused(arguments.target):
         told = f"only `serve run` uses {', '.join(kept)} of it"
         print(f"baton: {arguments.target} is a Serve config, and {told}", file=sys.stderr)
+    # Here, because they load Ray Serve: what is wrong with the arguments is said seconds sooner.
+    from cluster.local import LocalOptions, check_port_free
+    from cluster.serving import serve_until_stopped
+
     address = arguments.ray_address or os.environ.get("RAY_ADDRESS") or None
     if address in (None, "local"):  # what can be checked is checked before a Ray is started
         address = None
@@ -144,33 +142,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         worker_logs=arguments.worker_logs,
     )
     code = leave_session()
-    return _run(options, config) if code is None else code
-
-
-def _run(options: LocalOptions, config: ServeConfig) -> int:
-    served = ", ".join(sorted({one.model_name for one in config.served}))
-    address = options.ray_address
-    where = "a Ray of its own" if address is None else f"Ray at {address}"
-    display = StartDisplay()
-    display.say(f"starting {served} on {where}")
-    stop_first()
-    with LocalServe(options) as local:
-        stop = StopSignal()
-        display.say("Ray and Serve run; the replicas are starting")
-        try:
-            local.deploy(application(config), _READY_TIMEOUT_S, stop, display)
-        except DeployFailed as failure:
-            print(f"baton: {failure}", file=sys.stderr)
-            return 1
-        if not stop.wait(0.0):
-            display.say(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)")
-            while not stop.wait(_WATCH_S):
-                if not local.ray_answers():
-                    print("baton: Ray has ended", file=sys.stderr)
-                    return 1
-        display.say("draining and shutting down")
-    print("stopped", flush=True)
-    return 0
+    return serve_until_stopped(options, config) if code is None else code
 
 
 def _check_models(config: ServeConfig) -> None:
