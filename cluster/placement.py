@@ -46,7 +46,7 @@ class NodeOptions(Options):
     @field_validator("labels")
     @classmethod
     def _selectable(cls, labels: dict[str, str]) -> dict[str, str]:
-        # Here, because it takes two seconds, and most configurations say nothing of labels.
+        # Here, because it loads Ray Serve, and most configurations say nothing of labels.
         from ray.serve.schema import RayActorOptionsSchema
 
         try:
