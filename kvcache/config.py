@@ -25,11 +25,12 @@ class KVEventsConfig:
     interface: str = "127.0.0.1"  # sockets bind to it
     ports: Ports = ANY_PORT
     buffer_batches: int = 10_000  # kept for replay
+    buffer_bytes: int = 256 << 20  # of these, of each of the two streams
     max_queued_events: int = 100_000  # of a socket, recorded but not taken; a snapshot replaces more
     secret: ClusterSecret | None = None  # of the names of private pages
 
     def __post_init__(self) -> None:
-        for name in ("buffer_batches", "max_queued_events"):
+        for name in ("buffer_batches", "buffer_bytes", "max_queued_events"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv_events_config.{name}", "is not positive", "give at least 1")
 

@@ -52,8 +52,9 @@ class EventStream:
         be had."""
         self._topic = config.topic.encode()
         self._quiet = QuietLog(log)
-        self._buffer_batches = config.buffer_batches
-        self._kept: deque[_Batch] = deque(maxlen=config.buffer_batches)
+        self._config = config
+        self._kept: deque[_Batch] = deque()
+        self._kept_bytes = 0
         self._next = 0  # sequence number of the next batch
         self._waiting: dict[bytes, float] = {}  # peers that need a snapshot, and until when
         self._on_beat = on_beat
@@ -72,9 +73,17 @@ class EventStream:
         """Publish a batch, stamped with the time `at`."""
         self._on_beat()
         batch = _Batch(self._next, encode_batch(at, events))
-        self._kept.append(batch)
+        self._keep(batch)
         self._pub.send_multipart(batch.frames(self._topic))
         self._next += 1
+
+    def _keep(self, batch: _Batch) -> None:
+        """For replay, in place of the oldest ones. The store of a prompt of 100,000 tokens has some
+        400 kB: a number of batches alone is no bound."""
+        self._kept.append(batch)
+        self._kept_bytes += len(batch.payload)
+        while len(self._kept) > self._config.buffer_batches or self._kept_bytes > self._config.buffer_bytes:
+            self._kept_bytes -= len(self._kept.popleft().payload)
 
     def send_snapshot(self, at: float, snapshot: TreeSnapshot) -> None:
         """Answer the peers that wait for one. Nothing may have been published since it was taken."""
@@ -82,7 +91,7 @@ class EventStream:
             return
         self.snapshots += 1
         payloads = []
-        for events in snapshot.batches(self._buffer_batches):
+        for events in snapshot.batches(max(1, len(self._kept))):
             self._on_beat()
             payloads.append(encode_batch(at, events))
         first = self._next - len(payloads)

@@ -2,13 +2,14 @@
 
 PUB frames: topic, 8-byte big-endian sequence number from 0, batch. A subscriber that missed some asks the
 replay ROUTER with `["", first wanted number]` and gets `["", topic, number, batch]` each, then the end marker
-`["", "", -1, ""]`. The last `buffer_batches` are kept. A request for an older batch is answered with a
+`["", "", -1, ""]`. The last `buffer_batches` are kept, as far as `buffer_bytes`
+hold them. A request for an older batch is answered with a
 snapshot in the same frames: AllBlocksCleared, then BlockStored events for all that is cached, under the
 numbers up to the last one published before the snapshot was taken. The next published batch follows. A reader
 without support for snapshots sees batches that begin later than it asked, and ends with the right pages.
 
-A snapshot never has more batches than the buffer. So its numbers are larger than the wanted one, which is
-older than the buffer, and no reader takes them for batches that it has seen.
+A snapshot never has more batches than are kept, but for one. So its numbers are not below the wanted one,
+which is older than these, and no reader takes them for batches that it has seen.
 
 Private pages are published on a second pair of sockets, with numbers, a buffer and snapshots of its own. The
 two streams have no common order: no page is on both under one name, and AllBlocksCleared is about its own

@@ -105,6 +105,7 @@ def _events_config(options: WorkerOptions) -> KVEventsConfig:
         interface=options.interface,
         ports=options.ports.of("events"),
         buffer_batches=events.buffer_batches,
+        buffer_bytes=events.buffer_bytes,
         secret=options.secret(),
     )
 

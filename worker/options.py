@@ -82,6 +82,9 @@ class KVEventsOptions(Options):
     enable: bool = Field(True, description="false: routers do not know what this worker caches")
     topic: str = Field(KVEventsConfig.topic, description="of the published messages, as in vLLM")
     buffer_batches: int = Field(KVEventsConfig.buffer_batches, ge=1, description="batches kept for replay")
+    buffer_bytes: int = Field(
+        KVEventsConfig.buffer_bytes, ge=1, description="bytes of them, of public pages and of private ones"
+    )
 
 
 class MemoryOptions(Options):

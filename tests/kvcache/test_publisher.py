@@ -14,7 +14,7 @@ from kvcache.event_stream import EventStream
 from kvcache.publisher import EventPublisher
 from tests.support.members import SECRET, curve_of
 from wire.addresses import parse_address
-from wire.events import AllBlocksCleared, BlockRemoved
+from wire.events import AllBlocksCleared, BlockRemoved, encode_batch
 from wire.security import Curve
 
 Connect = Callable[..., "zmq.Socket[bytes]"]
@@ -99,6 +99,19 @@ def test_a_start_too_old_begins_with_the_oldest_kept(connect: Connect) -> None:
             publisher.publish([BlockRemoved([number], "GPU")])
         dealer = connect(zmq.DEALER, publisher.public.replay_address)
         assert numbers_until(dealer, 4) == [2, 3, 4]
+
+
+def test_what_is_kept_is_bounded_in_bytes_too(connect: Connect) -> None:
+    sizes = [len(encode_batch(0.0, [BlockRemoved([number], "GPU")])) for number in range(3)]
+    assert len(set(sizes)) == 1
+    config = KVEventsConfig(enable=True, buffer_bytes=3 * sizes[0])
+    with EventPublisher(config) as publisher:
+        for number in range(5):
+            publisher.publish([BlockRemoved([number], "GPU")])
+        dealer = connect(zmq.DEALER, publisher.public.replay_address)
+        assert numbers_until(dealer, 4) == [2, 3, 4]
+        publisher.publish([BlockRemoved(list(range(5, 10)), "GPU")])  # takes the place of two
+        assert numbers_until(dealer, 5) == [4, 5]
 
 
 def test_a_malformed_request_is_ignored_and_the_next_is_answered(connect: Connect) -> None:

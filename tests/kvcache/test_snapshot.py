@@ -106,6 +106,24 @@ def test_the_numbers_of_a_snapshot_lie_above_what_the_peer_has(buffer: int) -> N
             assert len(numbers) <= buffer
 
 
+@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 1), (60_000, 3)])
+def test_so_they_do_where_bytes_bound_what_is_kept(buffer_bytes: int, most: int) -> None:
+    with (
+        TreeWorker(buffer_bytes=buffer_bytes, page_size=1, pages=40_000) as worker,
+        Replay(worker.publisher.public.replay_address) as replay,
+    ):
+        for i in range(10):
+            worker.put([i] * 1500)
+        for start in range(10 - most):
+            numbers = list(replay.ask(start))
+            assert numbers == list(range(10 - len(numbers), 10))
+            assert numbers[0] >= start
+            assert len(numbers) <= most
+        snapshot, pages = replay.ask(0), Pages("model")
+        pages.apply(snapshot, first=min(snapshot))
+        assert set(pages.held) == worker.pages()
+
+
 def test_peers_that_wait_share_one_snapshot() -> None:
     built = memory()
     wanted = threading.Semaphore(0)

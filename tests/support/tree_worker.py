@@ -37,10 +37,15 @@ class TreeWorker:
         max_queued_events: int = 100_000,
         secret: ClusterSecret | None = None,
         tenancy: TenancyConfig = NO_SHARING,
+        buffer_bytes: int = KVEventsConfig.buffer_bytes,
     ) -> None:
         self._secret = secret
         config = KVEventsConfig(
-            True, buffer_batches=buffer_batches, max_queued_events=max_queued_events, secret=secret
+            True,
+            buffer_batches=buffer_batches,
+            buffer_bytes=buffer_bytes,
+            max_queued_events=max_queued_events,
+            secret=secret,
         )
         self.memory = memory(page_size, pages, specs=specs, events=config, tenancy=tenancy)
         self.deaf = False  # as an engine in a long forward: no snapshot is given
