@@ -301,7 +301,7 @@ class LivenessOptions(Options):
     )
     stuck_after_s: float = Field(
         10.0,
-        gt=0,
+        ge=1,  # a turn without work waits for half a second
         description="an engine loop is stuck after that, and 5 times its forward's predicted duration",
     )
 

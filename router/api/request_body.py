@@ -112,7 +112,7 @@ class SamplingBody(StructureFields):
         default_factory=list, max_length=_MOST_BAD_WORDS, fail_fast=True,
         description="words that the output does not have, as they are written and with a space before them",
     )  # fmt: skip
-    min_tokens: int = Field(0, ge=0, description="no token ends the output before; a stop string may")
+    min_tokens: int = Field(0, ge=0, description="neither a token nor a stop string ends the output before")
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
     ignore_eos: bool = False

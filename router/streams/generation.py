@@ -121,6 +121,8 @@ class ChoiceOutput:
         self._unsaid_behind = submission.unsaid_behind
         self._is_unsaid = False  # the text that comes now
         self._keep_stop = keep_stop
+        self._min_tokens = submission.sampling.min_tokens  # stop strings are looked for behind so many
+        self._tokens = 0  # that were read
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Add tokens to the answer. Returns True when a stop string ended it."""
@@ -154,12 +156,16 @@ class ChoiceOutput:
             if self._is_unsaid:
                 text += piece
                 continue
+            if self._tokens + position < self._min_tokens:
+                text += self._stops.pass_by(piece)
+                continue
             shown, hit = self._stops.push(piece)
             text += shown
             if hit is not None:
                 text += hit if self._keep_stop else ""
                 delta, stopped = _cut(delta, position + 1, hit), True
                 break
+        self._tokens += len(delta.tokens)
         if finish is not None and not stopped:
             text += self._rest()
         if starts is not None:
@@ -184,6 +190,8 @@ class ChoiceOutput:
         rest = self._flush()
         if self._stops is None:
             return rest
+        if self._tokens <= self._min_tokens:
+            return self._stops.pass_by(rest) + self._stops.flush()
         shown, hit = self._stops.push(rest)
         if hit is None:
             return shown + self._stops.flush()

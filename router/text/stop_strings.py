@@ -24,9 +24,15 @@ class StopStrings:
         if hit is not None:
             self._held = ""
             return text[:at], hit
+        return self.pass_by(piece), None
+
+    def pass_by(self, piece: str) -> str:
+        """The text that may be shown now, of a piece in which no stop string ends the output. One that begins
+        there may."""
+        text = self._held + piece
         keep = self._longest_partial(text)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         """The text that was held back, after the last piece."""

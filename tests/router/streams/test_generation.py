@@ -141,6 +141,53 @@ def test_stop_strings_are_not_looked_for_in_tokens_that_only_a_parser_reads(tmp_
     assert delta.matched == "<"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "stop", "want", "stopped"),
+    [
+        (0, "b", "a", True),
+        (1, "b", "a", True),
+        (2, "b", "abca", True),
+        (2, "bc", "a", True),  # it ends behind them
+        (3, "bc", "abcab", False),
+        (5, "b", "abcab", False),
+        (5, "bx", "abcab", False),  # held back, and no stop string at the end
+    ],
+)
+def test_stop_strings_wait_for_min_tokens(
+    model: Path, min_tokens: int, stop: str, want: str, stopped: bool, at_once: bool
+) -> None:
+    tokenization, request = Tokenization(model), Request(model)
+    sampling = SamplingParams(min_tokens=min_tokens)
+    submission = Submission(request_id="r", prompts=[[1]], sampling=sampling)
+    generation = Generation(submission, Collection(1), request, request)
+    output = ChoiceOutput(generation.choices[0], generation, tokenization.detokenizers.make(), (stop,))
+    tokens = [token for letter in "abcab" for token in tokenization.encode(letter)]
+    assert len(tokens) == 5
+    deltas = [OutputDelta(tokens, finish=FinishReason.LENGTH)]
+    if not at_once:
+        deltas = [OutputDelta([token]) for token in tokens[:-1]]
+        deltas.append(OutputDelta(tokens[-1:], finish=FinishReason.LENGTH))
+    text = ""
+    for delta in deltas:
+        more, _, hit = output.read(delta)
+        text += more
+        if hit:
+            break
+    assert (text, hit) == (want, stopped)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1])
+def test_so_does_one_in_the_unfinished_character_at_the_end(min_tokens: int, tmp_path: Path) -> None:
+    tokenization, request = Tokenization(byte_level(tmp_path)), Request(tmp_path)
+    first, *_ = tokenization.encode("\U0001f600")
+    submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(min_tokens=min_tokens))
+    generation = Generation(submission, Collection(1), request, request)
+    output = ChoiceOutput(generation.choices[0], generation, tokenization.detokenizers.make(), ("\ufffd",))
+    text, _, _ = output.read(OutputDelta([first], finish=FinishReason.LENGTH))
+    assert text == "\ufffd" * min_tokens
+
+
 def test_stop_strings_are_not_looked_for_in_heads_that_only_a_parser_reads(tmp_path: Path) -> None:
     tokenization = Tokenization(byte_level(tmp_path))
     added, encode = tokenization.added_ids(), tokenization.encode

@@ -43,6 +43,15 @@ def test_a_partial_match_is_held_back_and_given_out_when_it_comes_to_nothing() -
     assert finder.push("D more") == ("", "END")
 
 
+def test_a_stop_string_may_begin_in_text_that_was_passed_by() -> None:
+    finder = StopStrings(("END",))
+    assert finder.pass_by("the END EN") == "the END "
+    assert finder.push("D") == ("", "END")
+    assert finder.pass_by("EN") == ""
+    assert finder.pass_by("D") == "END"
+    assert finder.push("D") == ("D", None)
+
+
 def test_the_text_that_looked_like_a_stop_comes_at_the_end() -> None:
     finder = StopStrings(("\n\n",))
     assert finder.push("a\n") == ("a", None)
