@@ -78,11 +78,12 @@ class EventStream:
         self._next += 1
 
     def _keep(self, batch: _Batch) -> None:
-        """For replay, in place of the oldest ones. The store of a prompt of 100,000 tokens has some
-        400 kB: a number of batches alone is no bound."""
+        """For replay, in place of the oldest ones; the last one is kept however large it is, because readers
+        ask for it. The store of a prompt of 100,000 tokens has some 400 kB: a number alone is no bound."""
         self._kept.append(batch)
         self._kept_bytes += len(batch.payload)
-        while len(self._kept) > self._config.buffer_batches or self._kept_bytes > self._config.buffer_bytes:
+        most, most_bytes = self._config.buffer_batches, self._config.buffer_bytes
+        while len(self._kept) > most or (len(self._kept) > 1 and self._kept_bytes > most_bytes):
             self._kept_bytes -= len(self._kept.popleft().payload)
 
     def send_snapshot(self, at: float, snapshot: TreeSnapshot) -> None:
@@ -91,7 +92,7 @@ class EventStream:
             return
         self.snapshots += 1
         payloads = []
-        for events in snapshot.batches(max(1, len(self._kept))):
+        for events in snapshot.batches(len(self._kept)):
             self._on_beat()
             payloads.append(encode_batch(at, events))
         first = self._next - len(payloads)

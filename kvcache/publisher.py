@@ -8,8 +8,8 @@ snapshot in the same frames: AllBlocksCleared, then BlockStored events for all t
 numbers up to the last one published before the snapshot was taken. The next published batch follows. A reader
 without support for snapshots sees batches that begin later than it asked, and ends with the right pages.
 
-A snapshot never has more batches than are kept, but for one. So its numbers are not below the wanted one,
-which is older than these, and no reader takes them for batches that it has seen.
+A snapshot never has more batches than are kept. So its numbers are larger than the wanted one, which is older
+than these, and no reader takes them for batches that it has seen.
 
 Private pages are published on a second pair of sockets, with numbers, a buffer and snapshots of its own. The
 two streams have no common order: no page is on both under one name, and AllBlocksCleared is about its own
