@@ -84,9 +84,16 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     check_weight_dtype(config, dtype)
     shard = None if group is None else Shard(group.rank, group.size)
     samples = WeightSamples()
-    model_class = getattr(transformers, family.architecture)
-    is_text_part = hf_config is not whole
-    model = _read(model_class, config, hf_config, dtype, local, shard, samples, is_text_part)
+    model = _read(
+        getattr(transformers, family.architecture),
+        config,
+        hf_config,
+        dtype,
+        local,
+        shard,
+        samples,
+        is_text_part=hf_config is not whole,
+    )
     if group is not None:
         put_sums(model, group)
     move_parameters(model, torch.device(config.device))

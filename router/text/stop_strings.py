@@ -24,12 +24,15 @@ class StopStrings:
         if hit is not None:
             self._held = ""
             return text[:at], hit
-        return self.pass_by(piece), None
+        return self._hold_back(text), None
 
     def pass_by(self, piece: str) -> str:
         """The text that may be shown now, of a piece in which no stop string ends the output. One that begins
         there may."""
-        text = self._held + piece
+        return self._hold_back(self._held + piece)
+
+    def _hold_back(self, text: str) -> str:
+        """Hold back what may be the beginning of a stop string. Returns what comes before."""
         keep = self._longest_partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -90,30 +90,24 @@ def test_who_comes_too_late_gets_all_that_is_cached_and_then_what_follows() -> N
         assert set(pages.held) == worker.pages()
 
 
-@pytest.mark.parametrize("buffer", [1, 2, 4])
-def test_the_numbers_of_a_snapshot_lie_above_what_the_peer_has(buffer: int) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "most", "tokens"),
+    [
+        *(({"buffer_batches": most}, most, 3000) for most in (1, 2, 4)),
+        ({"buffer_bytes": 1}, 1, 1500),
+        ({"buffer_bytes": 60_000}, 3, 1500),
+    ],
+)
+def test_the_numbers_of_a_snapshot_lie_above_what_the_peer_has(
+    bounds: dict[str, int], most: int, tokens: int
+) -> None:
     """One batch would hold it; with this many pages it has as many as there may be."""
     with (
-        TreeWorker(buffer_batches=buffer, page_size=1, pages=40_000) as worker,
+        TreeWorker(**bounds, page_size=1, pages=40_000) as worker,
         Replay(worker.publisher.public.replay_address) as replay,
     ):
         for i in range(10):
-            worker.put([i] * 3000)
-        for start in range(10 - buffer):
-            numbers = list(replay.ask(start))
-            assert numbers == list(range(10 - len(numbers), 10))
-            assert numbers[0] > start
-            assert len(numbers) <= buffer
-
-
-@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 1), (60_000, 3)])
-def test_so_they_do_where_bytes_bound_what_is_kept(buffer_bytes: int, most: int) -> None:
-    with (
-        TreeWorker(buffer_bytes=buffer_bytes, page_size=1, pages=40_000) as worker,
-        Replay(worker.publisher.public.replay_address) as replay,
-    ):
-        for i in range(10):
-            worker.put([i] * 1500)
+            worker.put([i] * tokens)
         for start in range(10 - most):
             numbers = list(replay.ask(start))
             assert numbers == list(range(10 - len(numbers), 10))
