@@ -37,7 +37,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
     return tuple(
         AttentionLayer(
             m.layer_idx,
-            heads,
+            getattr(m, "num_heads", heads),  # Laguna's layers differ
             float(m.scaling),
             _window(m),
             hasattr(m, "sinks"),

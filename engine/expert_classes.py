@@ -5,6 +5,7 @@ from __future__ import annotations
 CLAMPED = "GptOssExperts"
 """Its gates and ups alternate, have biases and are clamped."""
 EXPERTS = (
+    "AXK1Experts",
     "AfmoeExperts",
     "DeepseekV2Experts",
     "DeepseekV32Experts",
@@ -16,12 +17,19 @@ EXPERTS = (
     "Glm4MoeExperts",
     "Glm4MoeLiteExperts",
     "GlmMoeDsaExperts",
+    "GraniteMoeExperts",
     "GraniteMoeHybridExperts",
+    "GraniteMoeSWAExperts",
+    "GraniteMoeSharedExperts",
     "HYV3Experts",
+    "Kolibri1Experts",
+    "LagunaExperts",
     "Lfm2MoeExperts",
+    "MellumExperts",
     "MiniMaxM2Experts",
     "Mistral4Experts",
     "MixtralExperts",
+    "OlmoeExperts",
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
     "Qwen3NextExperts",

@@ -29,7 +29,8 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
             scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
             if len(scales) != 1 or len(heads) != 1:
                 raise UnsupportedModel(
-                    f"its {group.kind} layers scale attention differently ({scales})", "use another model"
+                    f"its {group.kind} layers differ in scale ({scales}) or in query heads ({heads})",
+                    "use another model",
                 )
             sinks, softcap = any(facts.sinks for facts in layers), layers[0].softcap
             assert all(facts.softcap == softcap for facts in layers), (

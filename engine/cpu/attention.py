@@ -91,6 +91,7 @@ class CpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         call = self._call
+        assert q.shape[1] == call.heads, "as the layers' modules say"
         joined = None if sinks is None else sinks.float().contiguous()  # kept alive until the call returns
         call.sinks = None if joined is None else joined.data_ptr()
         call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)

@@ -16,7 +16,11 @@ from engine.cuda.stored_product import Products
 from engine.parallel.sums import SummedLinear
 
 NORMS = (
+    "AXK1RMSNorm",
     "AfmoeRMSNorm",
+    "ApertusRMSNorm",
+    "ArceeRMSNorm",
+    "CwmRMSNorm",
     "DeepseekV2RMSNorm",
     "DeepseekV32RMSNorm",
     "DeepseekV3RMSNorm",
@@ -34,18 +38,29 @@ NORMS = (
     "GlmMoeDsaRMSNorm",
     "GptOssRMSNorm",
     "GraniteMoeHybridRMSNorm",
+    "GraniteMoeRMSNorm",
+    "GraniteMoeSWARMSNorm",
+    "GraniteMoeSharedRMSNorm",
     "GraniteRMSNorm",
+    "GraniteSWARMSNorm",
     "HYV3RMSNorm",
+    "HyperCLOVAXRMSNorm",
+    "Kolibri1RMSNorm",
+    "LagunaRMSNorm",
     "Lfm2MoeRMSNorm",
     "Lfm2RMSNorm",
+    "Lfm3RMSNorm",
+    "MellumRMSNorm",
     "MiniMaxM2RMSNorm",
     "Ministral3RMSNorm",
     "Mistral4RMSNorm",
     "Olmo2RMSNorm",
     "Olmo3RMSNorm",
+    "OlmoeRMSNorm",
     "Phi3RMSNorm",
     "SmolLM3RMSNorm",
     "SolarOpenRMSNorm",
+    "YoutuRMSNorm",
 )
 """transformers' norms that multiply by their weight. Some of Gemma 4's have none, and stay."""
 
@@ -60,8 +75,10 @@ NORMS_PLUS_ONE = (
 """transformers' norms that multiply by their weight plus one."""
 
 MLPS = (
+    "AXK1MLP",
     "AfmoeMLP",
     "Cohere2MLP",
+    "CwmMLP",
     "DeepseekV2MLP",
     "DeepseekV32MLP",
     "DeepseekV3MLP",
@@ -79,7 +96,12 @@ MLPS = (
     "Glm4MoeMLP",
     "GlmMoeDsaMLP",
     "GraniteMLP",
+    "GraniteSWAMLP",
     "HYV3MLP",
+    "HyperCLOVAXMLP",
+    "Kolibri1MLP",
+    "LagunaMLP",
+    "MellumMLP",
     "Ministral3MLP",
     "Mistral4MLP",
     "Olmo2MLP",
@@ -90,6 +112,7 @@ MLPS = (
     "Qwen3_5MoeMLP",
     "SmolLM3MLP",
     "SolarOpenMLP",
+    "YoutuMLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""
 

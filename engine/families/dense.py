@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.heads import divide_logits
+from engine.families.heads import divide_logits, multiply_logits
 from kvcache.layout import KVGroupSpec
 
 
@@ -38,17 +38,28 @@ def _family(architecture: str) -> Family:
     return Family(architecture, _groups, check=_no_window)
 
 
+def _granite(architecture: str) -> Family:
+    return replace(_family(architecture), prepare=divide_logits)
+
+
 FAMILIES: dict[str, Family] = {
+    "apertus": _family("ApertusForCausalLM"),
+    "arcee": _family("ArceeForCausalLM"),
     "ernie4_5": _family("Ernie4_5ForCausalLM"),
     "ernie4_5_moe": _family("Ernie4_5_MoeForCausalLM"),
     "gemma": _family("GemmaForCausalLM"),
     "glm4": _family("Glm4ForCausalLM"),
     "glm4_moe": _family("Glm4MoeForCausalLM"),
-    "granite": replace(_family("GraniteForCausalLM"), prepare=divide_logits),
+    "granite": _granite("GraniteForCausalLM"),
+    "granitemoe": _granite("GraniteMoeForCausalLM"),
+    "granitemoeshared": _granite("GraniteMoeSharedForCausalLM"),
     "hy_v3": _family("HYV3ForCausalLM"),
+    "hyperclovax": replace(_family("HyperCLOVAXForCausalLM"), prepare=multiply_logits),
+    "jais2": _family("Jais2ForCausalLM"),
     "llama": _family("LlamaForCausalLM"),
     "minimax_m2": _family("MiniMaxM2ForCausalLM"),
     "olmo2": _family("Olmo2ForCausalLM"),
+    "olmoe": _family("OlmoeForCausalLM"),
     "seed_oss": _family("SeedOssForCausalLM"),
     "solar_open": _family("SolarOpenForCausalLM"),
 }

@@ -47,6 +47,11 @@ def divide_logits(model: Any) -> None:
     scale_logits(model, 1 / model.config.logits_scaling)
 
 
+def multiply_logits(model: Any) -> None:
+    """By `logits_scaling` of the model's config, as HyperCLOVA X's are."""
+    scale_logits(model, model.config.logits_scaling)
+
+
 def scale_logits(model: Any, factor: float) -> None:
     """Multiply all logits."""
     model.lm_head = ScaledHead(model.lm_head, factor)

@@ -1,4 +1,4 @@
-"""Families in which some layers keep a state of fixed size and some attend.
+"""Families in which some layers keep a state of fixed size and some attend, to all tokens or to a window.
 
 Jamba and Nemotron-H are not in the table. In transformers their state depends on how the tokens are cut into
 chunks, so a cached state cannot be exact: Jamba's scan of several tokens ignores the state passed to it, and
@@ -14,12 +14,13 @@ import torch
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.dense import full_group
 from engine.families.heads import divide_logits, scale_logits
+from engine.families.windowed import check_named, full_and_window
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
 
 _ATTEND = frozenset({"full_attention", "hybrid"})  # values of layer_types; a hybrid layer does both
+_SLIDE = "sliding_attention"
 _KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid"})
 _MIXERS = {
     "Qwen3NextGatedDeltaNet": "cache_params",
@@ -29,6 +30,7 @@ _MIXERS = {
     "GraniteMoeHybridMambaLayer": "cache_params",
     "Lfm2ShortConv": "past_key_values",
     "Lfm2MoeShortConv": "past_key_values",
+    "Lfm3ShortConv": "past_key_values",
 }
 """transformers class -> the keyword argument in which it takes its cache."""
 
@@ -48,10 +50,13 @@ def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple
             if kind in _KEEP_STATE
             for name, shape in shapes_of(config).items()
         ]
-        full = full_group(config, dtypes, tuple(layer for layer, kind in kinds if kind in _ATTEND))
+        full, windowed = (
+            tuple(layer for layer, kind in kinds if kind in wanted) for wanted in (_ATTEND, {_SLIDE})
+        )
+        attention = full_and_window(config, dtypes, full, windowed)
         if not tensors:  # layer_types may name no layer that keeps a state
-            return (full,)
-        return full, StateGroupSpec(tuple(tensors))
+            return attention
+        return *attention, StateGroupSpec(tuple(tensors))
 
     return groups
 
@@ -76,11 +81,12 @@ def _short_conv(config: Any) -> Shapes:
 
 
 def _some_attend(config: Any) -> None:
-    if not _ATTEND & set(config.layer_types):
+    if not (_ATTEND | {_SLIDE}) & set(config.layer_types):
         raise UnsupportedModel(
             "no layer in its layer_types attends: transformers' own generate refuses such a model",
             "use a model with a layer of full_attention",
         )
+    check_named(config)
 
 
 def _unbounded_time_step(config: Any) -> None:
@@ -131,11 +137,11 @@ def _with_delta_nets(architecture: str) -> Family:
     )
 
 
-def _with_short_convolutions(architecture: str) -> Family:
+def _with_short_convolutions(architecture: str, *more: str) -> Family:
     return Family(
         architecture,
         _groups(_short_conv),
-        layer_types=frozenset({"conv", "full_attention"}),
+        layer_types=frozenset({"conv", "full_attention", *more}),
         check=_some_attend,
         prepare=_pack_mixers,
     )
@@ -158,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": _with_short_convolutions("Lfm2ForCausalLM"),
     "lfm2_moe": _with_short_convolutions("Lfm2MoeForCausalLM"),
+    "lfm3": _with_short_convolutions("Lfm3ForCausalLM", _SLIDE),
     "qwen3_5_text": _with_delta_nets("Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": _with_delta_nets("Qwen3_5MoeForCausalLM"),
     "qwen3_next": _with_delta_nets("Qwen3NextForCausalLM"),

@@ -147,6 +147,7 @@ _SPARSE = _LATENT | {"index_topk"}
 _INDEXED = frozenset({"indexed_attention"})
 
 FAMILIES: dict[str, Family] = {
+    "axk1": Family("AXK1ForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM", _groups, allows=_LATENT, check=_check_v2, prepare=_prepare_v2
     ),
@@ -165,4 +166,5 @@ FAMILIES: dict[str, Family] = {
     "mistral4": Family(
         "Mistral4ForCausalLM", _groups, allows=_LATENT, check=_check_scaled, prepare=_prepare_scaled
     ),
+    "youtu": Family("YoutuForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3),
 }

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
-from engine.families.heads import cap_logits, scale_logits
+from engine.families.heads import cap_logits, divide_logits, scale_logits
 from kvcache.layout import KVGroupSpec
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -26,16 +26,21 @@ def _every(config: Any) -> tuple[int, ...]:
     return () if config.sliding_window is None else tuple(range(config.num_hidden_layers))
 
 
-def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, ...]]:
+def full_and_window(
+    config: Any, dtypes: Dtypes, full_layers: tuple[int, ...], windowed: tuple[int, ...]
+) -> tuple[KVGroupSpec, ...]:
     """The full group comes first even if it has no layers, because its page ids name the token pages."""
+    full = full_group(config, dtypes, full_layers)
+    if not windowed:
+        return (full,)
+    return full, replace(full, layer_ids=windowed, name="window", window=config.sliding_window)
 
+
+def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, ...]]:
     def groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
         windowed = sliding(config)
         rest = tuple(i for i in range(config.num_hidden_layers) if i not in windowed)
-        full = full_group(config, dtypes, rest)
-        if not windowed:
-            return (full,)
-        return full, replace(full, layer_ids=windowed, name="window", window=config.sliding_window)
+        return full_and_window(config, dtypes, rest, windowed)
 
     return groups
 
@@ -100,10 +105,17 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": by_layer_type("Gemma3ForCausalLM"),
     "gpt_oss": by_layer_type("GptOssForCausalLM"),
     "afmoe": by_layer_type("AfmoeForCausalLM"),
+    "cwm": by_layer_type("CwmForCausalLM"),
     "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
     "dots1": by_layer_type("Dots1ForCausalLM"),
     "exaone4": by_layer_type("Exaone4ForCausalLM"),
     "exaone_moe": by_layer_type("ExaoneMoeForCausalLM"),
+    "granite_swa": replace(by_layer_type("GraniteSWAForCausalLM"), prepare=divide_logits),
+    "granitemoe_swa": replace(by_layer_type("GraniteMoeSWAForCausalLM"), prepare=divide_logits),
+    "kolibri1": by_layer_type("Kolibri1ForCausalLM"),
+    "laguna": by_layer_type("LagunaForCausalLM"),
+    "mellum": by_layer_type("MellumForCausalLM"),
     "olmo3": by_layer_type("Olmo3ForCausalLM"),
     "smollm3": by_layer_type("SmolLM3ForCausalLM"),
+    "starcoder2": _all_alike("Starcoder2ForCausalLM"),
 }

@@ -32,8 +32,9 @@ _COMMON: Dimensions = {
     **{f"{name}.weight": 1 for name in _OUT_OF},
 }
 _DEEPSEEK: Dimensions = {"q_b_proj.weight": 0, "kv_b_proj.weight": 0}
+_SINKS: Dimensions = {"self_attn.sinks": 0}
 _GPT_OSS: Dimensions = {  # gates and ups alternate
-    "self_attn.sinks": 0,
+    **_SINKS,
     "experts.gate_up_proj": 2,
     "experts.gate_up_proj_bias": 1,
     "experts.down_proj": 1,
@@ -44,13 +45,15 @@ _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
-    *("afmoe", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma"),
-    *("gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3", "llama", "ministral3", "mistral", "mixtral"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
-    *("seed_oss", "smollm3", "solar_open"),
+    *("afmoe", "apertus", "arcee", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
+    *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3"),
+    *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral3", "mistral", "mixtral", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss"),
+    *("smollm3", "solar_open"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
+    "axk1": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
@@ -60,17 +63,23 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
+    "granite_swa": _SINKS,
+    "granitemoe_swa": {**_SINKS, **_EXPERTS},
+    "laguna": {"g_proj.weight": 0},
     "minimax_m2": _NORMS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "olmo2": _NORMS,
     "olmo3": _NORMS,
     "phi3": _JOINED,
+    "starcoder2": {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1},
+    "youtu": _DEEPSEEK,
 }
 """The model types that are divided, and what they have beside _COMMON."""
 
 FAMILIES = tuple(sorted(_OF_TYPE))
 
 _KV_HEADS = "num_key_value_heads"
+_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
     *("num_attention_heads", "intermediate_size"),
@@ -92,6 +101,10 @@ def _experts(config: Any) -> dict[str, tuple[int, ...]]:
     return {"experts.gate_up_proj": (config.moe_intermediate_size,) * 2}
 
 
+def _wide_experts(config: Any) -> dict[str, tuple[int, ...]]:
+    return {"experts.gate_up_proj": (config.intermediate_size,) * 2}
+
+
 def _gemma_experts(config: Any) -> dict[str, tuple[int, ...]]:
     return _experts(config) if config.enable_moe_block else {}
 
@@ -99,6 +112,7 @@ def _gemma_experts(config: Any) -> dict[str, tuple[int, ...]]:
 _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
     "gemma4_text": _gemma_experts,
     "glm4": _gate_up,
+    "granitemoe_swa": _wide_experts,
     "mistral4": _experts,
     "phi3": _qkv_and_gate_up,
 }
@@ -142,6 +156,8 @@ class Shard:
         for key in _DIVIDED:
             if (whole := getattr(config, key, None)) is not None:
                 setattr(part, key, self._share(key, whole))
+        if (of_layers := getattr(config, _HEADS_OF_LAYERS, None)) is not None:
+            setattr(part, _HEADS_OF_LAYERS, [self._share(_HEADS_OF_LAYERS, heads) for heads in of_layers])
         if config.is_heterogeneous:  # Gemma 4
             part.per_layer_config = {
                 layer: {"head_dim": heads.head_dim, _KV_HEADS: self._kv_heads(heads)}

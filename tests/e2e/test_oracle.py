@@ -119,6 +119,7 @@ SUBSET = [
     Case("qwen3_5_moe_text", 64, 20, "tcp"),
     Case("falcon_h1", 64, None, "colocated"),
     Case("lfm2", 16, 56, "tcp"),
+    Case("lfm3", 16, 20, "shm", overlap=1),
     Case("glm4_moe", 16, 20, "mooncake"),
     Case("qwen3", 16, 20, "tcp", overlap=1, tp_sizes=(2, 1)),
     Case("qwen3_next", 16, 20, "shm", tp_sizes=(1, 2)),

@@ -33,7 +33,7 @@ from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model, reference_model
 from tests.support.tiny_models import make_tiny
 
-HYBRID = ("falcon_h1", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = ("falcon_h1", "lfm2", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 PAGE, PAGES, TOKENS = 16, 40, 24
 _random = random.Random(21)
 PROMPTS = [[_random.randrange(256) for _ in range(n)] for n in (1, 2, 37, 150)]
@@ -101,7 +101,7 @@ def test_logits_and_states_are_those_of_transformers(family: str, drawn: Drawn) 
         seen = DynamicCache(config=stock.config)
         want = stock(torch.tensor([lane.context[: lane.done]]), past_key_values=seen).logits[0]
         torch.testing.assert_close(torch.cat(parts), want, rtol=1e-4, atol=1e-4)
-        for tensor in runner.spec.groups[1].tensors:
+        for tensor in runner.spec.groups[-1].tensors:
             layer = seen.layers[tensor.layer]
             state = (layer.conv_states if tensor.name == CONV else layer.recurrent_states)[0]
             got = pools["state"].tensor(tensor.layer, tensor.name)[lane.state_slot]
@@ -116,8 +116,8 @@ def test_groups_are_the_layers_and_tensors_of_transformers(
 ) -> None:
     path = make_tiny(family, tmp_path, 0)
     loaded = load_model(EngineConfig(str(path), dtype=str(dtype).removeprefix("torch.")))
-    full, state = loaded.spec.groups
-    assert isinstance(full, KVGroupSpec)
+    *attention, state = loaded.spec.groups
+    assert all(isinstance(group, KVGroupSpec) for group in attention)
     assert isinstance(state, StateGroupSpec)
     stock: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     seen = DynamicCache(config=stock.config)
@@ -130,9 +130,11 @@ def test_groups_are_the_layers_and_tensors_of_transformers(
                     wanted[number, name] = (tuple(kept.shape[1:]), kept.dtype)
     assert {(t.layer, t.name): (t.shape, t.dtype) for t in state.tensors} == wanted
     keys = {i: layer.keys for i, layer in enumerate(seen.layers) if getattr(layer, "keys", None) is not None}
-    assert full.layer_ids == tuple(keys)
-    assert {(k.shape[1], k.shape[3]) for k in keys.values()} == {(full.kv_heads, full.head_dim)}
-    assert len(full.layer_ids) >= 2
+    layers = [layer for group in attention for layer in group.layer_ids]
+    assert layers == list(keys)
+    shapes = {(group.kv_heads, group.head_dim) for group in attention}
+    assert {(k.shape[1], k.shape[3]) for k in keys.values()} == shapes
+    assert len(layers) >= 2
     assert len(state.layer_ids) >= 2
 
 
@@ -179,7 +181,8 @@ def test_the_families_pass_the_gate_as_saved_and_loaded(family: str, drawn: Draw
     path, _ = drawn(family)
     spec = load_model(EngineConfig(str(path))).spec
     assert spec.model_type == family
-    assert [group.kind for group in spec.groups] == ["full", "state"]
+    window = ["window"] if family == "lfm3" else []
+    assert [group.kind for group in spec.groups] == ["full", *window, "state"]
 
 
 def poisoned(path: Path, token: int, into: Path) -> Path:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine.errors import EngineError
 from tests.engine.conftest import PROMPTS, TOKENS, Drawn
 from tests.support.driver import Driver, open_runner
+from tests.support.reference import reference_model
 from tests.support.tiny_configs import FAMILIES, SIMILAR
 
 PAGES = 420
@@ -42,6 +44,20 @@ def test_greedy_tokens_equal_generate(
 ) -> None:
     path, expected = drawn(family)
     assert generated(path, page_size, chunk, stagger, attention) == expected
+
+
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **SIMILAR}))
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(family: str, drawn: Drawn) -> None:
+    """Greedy tokens do not tell: they stay the same if all logits are multiplied."""
+    path, _ = drawn(family)
+    runner, _ = open_runner(path, 16, 40)
+    driver = Driver(runner, 40, 16)
+    lane = driver.add(PROMPTS[1])
+    logits = runner.logits(driver.batch([(lane, lane.prompt_len)]), np.arange(lane.prompt_len))
+    runner.close()
+    stock = reference_model(path, (path / "model.safetensors").stat().st_mtime_ns)
+    torch.testing.assert_close(logits, stock(torch.tensor([lane.context])).logits[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,7 +1,7 @@
 """Random shapes of every family, colocated and with prefill and decode apart, against transformers.generate.
 
-`make fuzz-models` draws MODELS of them from SEED on (400 from 0), `make oracle` the first 40. A failure names
-its seed; `make fuzz-models SEED=that MODELS=1` repeats it alone.
+`make fuzz-models` draws MODELS of them from SEED on (400 from 0), `make oracle` one of each family. A failure
+names its seed; `make fuzz-models SEED=that MODELS=1` repeats it alone.
 
 In float32 the order of a sum may decide between tokens that are all but equal. Such a near-tie is no
 difference: after the tokens that we have, transformers itself must
@@ -27,7 +27,8 @@ from tests.support.random_models import EVERY_SHAPE, family_of, random_config, r
 from tests.support.reference import reference_generate, reference_greedy, reference_model
 from tests.support.tiny_models import write_tiny
 
-FIRST, COUNT = int(os.environ.get("FUZZ_SEED", "0")), int(os.environ.get("FUZZ_MODELS", "40"))
+FIRST = int(os.environ.get("FUZZ_SEED", "0"))
+COUNT = int(os.environ.get("FUZZ_MODELS", len(EVERY_SHAPE)))
 OUTPUT_TOKENS = 24
 _CHANGES = 8
 _CHANGE = 1e-6  # relative; float32 rounds to 6e-8, and a sum of a hundred terms loses ten times that

@@ -23,7 +23,7 @@ from worker.loop import Worker
 COMMON_TOKENS = 32
 SPEAKERS = (Speaker("a"), Speaker("b"), Speaker("c"), Speaker("d", PromptMarks(private_from=1)))
 EPOCH_S = 30.0
-IN_MAKE_TEST = ("qwen3", "deepseek_v3", "gpt_oss", "lfm2")
+IN_MAKE_TEST = ("qwen3", "deepseek_v3", "gpt_oss", "lfm3")
 
 
 @pytest.mark.parametrize("case", tier_cases(set(zip(IN_MAKE_TEST, POLICIES[::2], strict=False))))

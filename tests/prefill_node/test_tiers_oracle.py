@@ -28,7 +28,7 @@ from tests.support.tiny_models import make_tiny
 
 IN_MAKE_TEST = (
     "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mistral_window", "gpt_oss", "qwen3_next",
-    "falcon_h1", "lfm2",
+    "falcon_h1", "lfm3",
 )  # fmt: skip
 """One family for each pair of policies."""
 

@@ -332,6 +332,21 @@ def lfm2(draw: ShapeDraw) -> Keys:
     }
 
 
+def _lfm3(draw: ShapeDraw) -> Keys:
+    """Three kinds of layers."""
+    kinds = draw.kinds("conv", "sliding_attention", draw.rng.choice(["full_attention", "sliding_attention"]))
+    return {
+        "conv_bias": draw.flag(),
+        "conv_L_cache": draw.rng.choice([2, 4, 7]),
+        "sliding_window": draw.window(),
+        "layer_types": ["full_attention" if draw.rng.random() < 0.3 else kind for kind in kinds],
+        "use_sandwich_norm": draw.flag(),
+        "use_attention_gate": draw.flag(),
+        "attention_bias": draw.flag(),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -353,5 +368,6 @@ SHAPES = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "falcon_h1": _falcon_h1,
     "lfm2": lfm2,
+    "lfm3": _lfm3,
 }
 """model_type -> the keys beside those that all have."""

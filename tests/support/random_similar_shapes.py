@@ -153,6 +153,29 @@ def _granite(draw: ShapeDraw) -> Keys:
     }
 
 
+def _granite_moe(draw: ShapeDraw) -> Keys:
+    keys = _granite(draw)
+    del keys["mlp_bias"]
+    experts = draw.experts("num_local_experts")
+    return {**keys, **experts, "intermediate_size": experts.pop("moe_intermediate_size")}
+
+
+def _granite_moe_shared(draw: ShapeDraw) -> Keys:
+    return {**_granite_moe(draw), "shared_intermediate_size": 8 * draw.rng.randrange(8)}
+
+
+def _granite_swa(draw: ShapeDraw) -> Keys:
+    """Each layer rotates as it is told; 0: not at all."""
+    thetas = [draw.rng.choice([0, 500.0, 10000.0]) for _ in range(draw.layers)]
+    return {**_granite(draw), **_windowed(draw), "layer_rope_theta": thetas}
+
+
+def _granitemoe_swa(draw: ShapeDraw) -> Keys:
+    keys = _granite_swa(draw)
+    del keys["mlp_bias"]
+    return {**keys, **_granite_moe_shared(draw)}
+
+
 def _granite_hybrid(draw: ShapeDraw) -> Keys:
     keys = _granite(draw)
     del keys["mlp_bias"]
@@ -242,6 +265,94 @@ def _smollm3(draw: ShapeDraw) -> Keys:
     }
 
 
+def _apertus(draw: ShapeDraw) -> Keys:
+    return {**_olmo2(draw), "num_key_value_heads": draw.rng.choice([1, draw.heads])}
+
+
+def _arcee(draw: ShapeDraw) -> Keys:
+    return {**_biased(draw), "hidden_act": draw.rng.choice(["relu2", "silu"])}
+
+
+def _biased(draw: ShapeDraw) -> Keys:
+    return {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _axk1(draw: ShapeDraw) -> Keys:
+    keys = deepseek_v3(draw)
+    keys["q_lora_rank"] = keys["q_lora_rank"] or 24
+    return of_kinds(keys, draw.layers)
+
+
+def _cwm(draw: ShapeDraw) -> Keys:
+    return {**_windowed(draw), "bos_token_id": 257, "rope_parameters": draw.rope()}
+
+
+def _hyperclovax(draw: ShapeDraw) -> Keys:
+    keys = {key: value for key, value in _granite(draw).items() if key != "hidden_size"}
+    return {**keys, "use_post_norm": draw.flag()}
+
+
+def _kolibri1(draw: ShapeDraw) -> Keys:
+    return {
+        **_windowed(draw),
+        **draw.experts("num_experts"),
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "norm_topk_prob": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _laguna(draw: ShapeDraw) -> Keys:
+    """Full layers and those with a window differ in their query heads."""
+    windowed = _windowed(draw)
+    heads = {"full_attention": draw.heads, "sliding_attention": draw.kv_heads * draw.rng.randrange(1, 4)}
+    return {
+        **windowed,
+        **draw.experts("num_experts"),
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "num_attention_heads_per_layer": [heads[kind] for kind in windowed["layer_types"]],
+        "mlp_layer_types": draw.kinds("dense", "sparse", "sparse"),
+        "gating": draw.rng.choice([True, "per-element"]),
+        "moe_routed_scaling_factor": draw.rng.choice([1.0, 2.5]),
+        "moe_router_logit_softcapping": draw.rng.choice([0.0, 2.0]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
+def _mellum(draw: ShapeDraw) -> Keys:
+    return {
+        **_windowed(draw),
+        **draw.experts("num_experts"),
+        "mlp_layer_types": draw.kinds("dense", "sparse", "sparse"),
+        "norm_topk_prob": draw.flag(),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
+def _olmoe(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_experts")
+    experts["intermediate_size"] = experts.pop("moe_intermediate_size")
+    clip = draw.rng.choice([None, 1.0])
+    return {**_olmo2(draw), **experts, "clip_qkv": clip, "norm_topk_prob": draw.flag()}
+
+
+def _starcoder2(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "sliding_window": draw.window() if draw.flag() else None,
+        "use_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _youtu(draw: ShapeDraw) -> Keys:
+    keys = deepseek_v3(draw)
+    for key in (*_routed(draw), "norm_topk_prob"):
+        keys.pop(key, None)
+    return keys
+
+
 def _lfm2_moe(draw: ShapeDraw) -> Keys:
     keys = lfm2(draw)
     del keys["block_auto_adjust_ff_dim"]
@@ -257,7 +368,11 @@ def _lfm2_moe(draw: ShapeDraw) -> Keys:
 
 SIMILAR_SHAPES = {
     "afmoe": _afmoe,
+    "apertus": _apertus,
+    "arcee": _arcee,
+    "axk1": _axk1,
     "cohere2": _cohere2,
+    "cwm": _cwm,
     "dots1": _dots1,
     "ernie4_5": _ernie,
     "ernie4_5_moe": _ernie_moe,
@@ -270,16 +385,28 @@ SIMILAR_SHAPES = {
     "glm4_moe_lite": _glm4_moe_lite,
     "glm_moe_dsa": _glm_moe_dsa,
     "granite": _granite,
+    "granite_swa": _granite_swa,
+    "granitemoe": _granite_moe,
+    "granitemoe_swa": _granitemoe_swa,
     "granitemoehybrid": _granite_hybrid,
+    "granitemoeshared": _granite_moe_shared,
     "hy_v3": _hy_v3,
+    "hyperclovax": _hyperclovax,
+    "jais2": _biased,
+    "kolibri1": _kolibri1,
+    "laguna": _laguna,
     "lfm2_moe": _lfm2_moe,
+    "mellum": _mellum,
     "minimax_m2": _minimax,
     "ministral3": _ministral3,
     "mistral4": _mistral4,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "olmoe": _olmoe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "solar_open": _solar_open,
+    "starcoder2": _starcoder2,
+    "youtu": _youtu,
 }
 """model_type -> the keys beside those that all have."""

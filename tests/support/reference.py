@@ -108,7 +108,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
         torch.Tensor.topk = topk  # type: ignore[method-assign]
 
 
-_NOT_FILLED_UP = ("lfm2", "lfm2_moe", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa")
+_NOT_FILLED_UP = ("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa")
 """What fills a prompt up changes the states of these models, or what the margins of an indexer are of. Only
 neighbours of one length are a batch."""
 

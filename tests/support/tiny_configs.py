@@ -7,7 +7,11 @@ from typing import Any
 
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
+    ArceeConfig,
+    AXK1Config,
     Cohere2Config,
+    CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
@@ -28,11 +32,21 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    GraniteSWAConfig,
+    HyperCLOVAXConfig,
     HYV3Config,
+    Jais2Config,
+    Kolibri1Config,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral4Config,
@@ -40,6 +54,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -52,6 +67,8 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    Starcoder2Config,
+    YoutuConfig,
 )
 
 VOCAB_SIZE = 320
@@ -284,6 +301,20 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "full_attention"] * 2,
     ),
+    "lfm3": lambda: Lfm3Config(
+        **{**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        conv_bias=True,
+        sliding_window=WINDOW,
+        layer_types=["conv", "full_attention", "conv", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 100000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "phi3_longrope": lambda: Phi3Config(
         **_without("head_dim"),
         original_max_position_embeddings=512,
@@ -299,7 +330,30 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""
 
-_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MIXTURE = {**_EXPERTS, "num_shared_experts": 1}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DEEPSEEK_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("n_group", "topk_group", "first_k_dense_replace"),
+)
+_GRANITE = {
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.3,
+}
+_WINDOWED: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "layer_types": _SLIDING,
+}
+_GRANITE_SWA = {
+    **{key: value for key, value in _WINDOWED.items() if key != "head_dim"},
+    **_GRANITE,
+    "layer_rope_theta": [10000.0, 0, 10000.0, 500.0],  # 0: positions are not told
+}
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
@@ -319,13 +373,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
-    "granite": lambda: GraniteConfig(
-        **_without("head_dim"),
-        embedding_multiplier=1.5,
-        logits_scaling=3.0,
-        residual_multiplier=0.8,
-        attention_multiplier=0.3,
-    ),
+    "granite": lambda: GraniteConfig(**_without("head_dim"), **_GRANITE),
     "glm4": lambda: Glm4Config(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
     "glm4_moe": lambda: Glm4MoeConfig(**_glm_moe(), attention_bias=True, rope_parameters=_HALF_ROTARY),
     "minimax_m2": lambda: MiniMaxM2Config(
@@ -379,10 +427,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         mamba_d_state=12,
         mamba_chunk_size=8,
         mamba_proj_bias=True,
-        embedding_multiplier=1.5,
-        logits_scaling=3.0,
-        residual_multiplier=0.8,
-        attention_multiplier=0.3,
+        **_GRANITE,
     ),
     "afmoe": lambda: AfmoeConfig(
         **{**COMMON, "num_hidden_layers": 4},
@@ -416,6 +461,38 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "solar_open": lambda: SolarOpenConfig(**_routed()),
+    "apertus": lambda: ApertusConfig(**_without("head_dim"), rope_parameters=_LLAMA3),
+    "arcee": lambda: ArceeConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "axk1": lambda: AXK1Config(**_deepseek(q_lora_rank=24)),
+    "cwm": lambda: CwmConfig(**{**_WINDOWED, "bos_token_id": 257}, rope_parameters=_LLAMA3),
+    "granitemoe": lambda: GraniteMoeConfig(**_without("head_dim"), **_GRANITE, **_LOCAL_EXPERTS),
+    "granitemoeshared": lambda: GraniteMoeSharedConfig(
+        **_without("head_dim"), **_GRANITE, **_LOCAL_EXPERTS, shared_intermediate_size=48
+    ),
+    "granite_swa": lambda: GraniteSWAConfig(**_GRANITE_SWA),
+    "granitemoe_swa": lambda: GraniteMoeSWAConfig(**_GRANITE_SWA, **_LOCAL_EXPERTS),
+    "hyperclovax": lambda: HyperCLOVAXConfig(**COMMON, **_GRANITE),
+    "jais2": lambda: Jais2Config(**COMMON),
+    "kolibri1": lambda: Kolibri1Config(
+        **{key: value for key, value in _WINDOWED.items() if key != "intermediate_size"},
+        **_EXPERTS,
+        shared_expert_intermediate_size=32,
+    ),
+    "laguna": lambda: LagunaConfig(
+        **_WINDOWED,
+        **_EXPERTS,
+        shared_expert_intermediate_size=32,
+        num_attention_heads_per_layer=[4, 2, 4, 2],
+        moe_routed_scaling_factor=1.5,
+    ),
+    "mellum": lambda: MellumConfig(
+        **_WINDOWED, **_EXPERTS, mlp_layer_types=["dense", "sparse", "sparse", "sparse"]
+    ),
+    "olmoe": lambda: OlmoeConfig(**_without("head_dim"), num_experts=4, num_experts_per_tok=2, clip_qkv=1.0),
+    "starcoder2": lambda: Starcoder2Config(**_without("head_dim"), sliding_window=WINDOW),
+    "youtu": lambda: YoutuConfig(
+        **{key: value for key, value in _deepseek(q_lora_rank=24).items() if key not in _DEEPSEEK_EXPERTS}
+    ),
     "lfm2_moe": lambda: Lfm2MoeConfig(
         **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
         conv_bias=True,

@@ -90,6 +90,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 buffer.normal_(0.0, 0.1, generator=generator)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.1, generator=generator)
+            if name.endswith("act_fn.beta"):
+                buffer.normal_(0.5, 0.1, generator=generator)
 
 
 _SHARP = ("q_layernorm.weight", "k_layernorm.weight")
