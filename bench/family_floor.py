@@ -1,7 +1,8 @@
-"""How close decode of mixtures and hybrids is to the memory bandwidth: `python -m bench.family_floor --json`.
+"""How close decode of more families is to the memory bandwidth: `python -m bench.family_floor --json`.
 
-Four families in the widths of published models, with fewer layers and experts and a vocabulary of 32,768, so
-that each takes about 2 GB: seeded bfloat16 noise, context 512, real scheduler steps, sampler included.
+Mixtures, hybrids and dense models in the widths of published ones, with fewer layers and experts and a
+vocabulary of 32,768, so that each takes about 2 GB: seeded bfloat16 noise, context 512, real scheduler steps,
+sampler included.
 
 decode floor    (the bytes of all weights that a step needs, of a mixture those of the chosen experts, + the
                 rows' KV, + their states twice) / best read bandwidth of the same threads over 1 GiB, right
@@ -20,7 +21,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
@@ -41,8 +51,39 @@ COMMON: dict[str, Any] = {
 
 def shapes() -> dict[str, PretrainedConfig]:
     """By family, a model with the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router
-    and low-rank queries) and Qwen3-Next-80B-A3B."""
+    and low-rank queries), Qwen3-Next-80B-A3B, Gemma 3 1B, Granite 3.3 2B and Phi-4-mini."""
     return {
+        "gemma3": Gemma3TextConfig(
+            **COMMON,
+            hidden_size=1152,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            intermediate_size=6912,
+            sliding_window=512,
+        ),
+        "granite": GraniteConfig(
+            **COMMON,
+            hidden_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=8192,
+            attention_multiplier=1 / 64,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+        ),
+        "phi3": Phi3Config(
+            **COMMON,
+            hidden_size=3072,
+            num_hidden_layers=8,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            intermediate_size=8192,
+            partial_rotary_factor=0.75,
+        ),
         "qwen3_moe": Qwen3MoeConfig(
             **COMMON,
             hidden_size=2048,
@@ -122,7 +163,7 @@ class Weights:
             elif "embed_tokens" not in name:
                 self.shared += parameter.numel() * 2
         self.mixtures = sum(name.endswith(".experts") for name, _ in model.named_modules())
-        self.expert //= self.mixtures
+        self.expert //= max(1, self.mixtures)
 
 
 def experts_read(rig: EngineRig, batch: int) -> float:
@@ -138,7 +179,7 @@ def experts_read(rig: EngineRig, batch: int) -> float:
     rig.decode_steps(batch, CONTEXT, DECODE_STEPS)
     for hook in hooks:
         hook.remove()
-    return statistics.mean(counts)
+    return statistics.mean(counts) if experts else 0.0
 
 
 def measure(config: PretrainedConfig, threads: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:

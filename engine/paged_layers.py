@@ -57,7 +57,7 @@ class HeadInputs(NamedTuple):
     q_norm: torch.Tensor | None  # [head_dim]: RMSNorm of each head
     k_norm: torch.Tensor | None
     eps: float  # of the norms
-    rotary: torch.Tensor  # float32 [positions, head_dim]: cosines, then sines, of the halves of a head
+    rotary: torch.Tensor | None  # float32 [positions, head_dim]: cosines, then sines, of the halves of a head
     positions: torch.Tensor  # int64 [T]
 
 

@@ -15,11 +15,28 @@ struct LayerWeights {
   Weights down;
   const float* input_norm;  // [hidden]
   const float* mlp_norm;
+  const float* out_norm;  // [hidden] of what attention adds to the residual, or null. All layers have both, or none
+  const float* down_norm;  // [hidden] of what the MLP adds
   const float* q_norm;  // [head_dim], or null
   const float* k_norm;
   const float* qkv_bias;  // [(heads + 2 kv_heads) * head_dim], or null
   const float* out_bias;  // [hidden], or null
+  int32_t group;  // of DecoderCall::groups
+  int32_t place;  // among the layers of its group
+  int32_t rope;   // which table of cosines and sines; < 0: q and k are not rotated
 };
+
+// The layers that attend to the same tokens, and their pages.
+struct LayerGroup {
+  const AttentionCall* attention;  // batch and shapes; the decoder sets the tensors in its own copy. Null: no layer that is
+                                   // computed is of this group
+  int64_t layer_bytes;  // from one layer's tiles to the next
+  int64_t v_bytes;      // from K's to V's tiles
+  char* tiles;          // K tile of page 0, layer 0, head 0
+};
+constexpr int kGroups = 2;  // layers that see all tokens, and layers with a window
+
+enum Activation : int32_t { kSilu, kGeluTanh };
 
 // Parts of a step whose time can be counted. The time of a norm that every thread computes for itself is counted in the
 // part that follows.
@@ -31,13 +48,10 @@ struct DecoderCall {
   float* residual;          // [tokens, hidden]: in, the embeddings; out, undefined
   bf16* result;             // [tokens, hidden]: normed hidden states; of rows that are not read, 0, or NaN if their K or
                             // V in the last layer is not finite
-  const float* cos;         // [tokens, head_dim / 2]
+  const float* cos;         // [ropes, tokens, rotary / 2]
   const float* sin;
   char* scratch;            // baton_decoder_scratch_bytes() bytes, aligned to 64
-  const AttentionCall* attention;  // batch and shapes; the decoder sets the tensors in its own copy
-  int64_t layer_bytes;      // from one layer's tiles to the next
-  int64_t v_bytes;          // from K's to V's tiles
-  char* tiles;              // K tile of page 0, layer 0, head 0
+  LayerGroup groups[kGroups];  // of the same heads
   const int64_t* reads;       // [read_count] the rows whose hidden states are read, ascending
   const int64_t* read_starts; // [seqs + 1] sequence s's are reads[read_starts[s]] ..., its last new tokens or none
   int64_t read_count;
@@ -45,6 +59,10 @@ struct DecoderCall {
   int32_t layer_count;
   int32_t hidden;
   int32_t intermediate;
+  int32_t ropes;       // tables of cosines and sines
+  int32_t rotary;      // values of a head that are rotated, the first ones
+  int32_t activation;  // of the gates: baton::Activation
+  float residual_scale;  // of what attention and MLPs add to the residual
   float eps;
   double* part_seconds;  // [kParts] to add to, or null
 };

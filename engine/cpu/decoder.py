@@ -7,6 +7,7 @@ of 28 layers takes milliseconds per step.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,25 @@ from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights
 from engine.cpu.op import AttentionCall, kernels
+from engine.decoder_parts import (
+    DENSE,
+    Place,
+    attention_parts,
+    embedding,
+    embedding_scale,
+    gate_and_up,
+    layer_norms,
+    norm_eps,
+    norm_weight,
+    places,
+    residual_scale,
+    ropes,
+)
 from engine.paged_layers import DecoderOutput, PagedLayers
 from engine.parallel.sums import is_divided
 
-MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SeedOssModel")
-"""The transformers classes that FusedDecoder computes."""
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""Its name in config.json -> baton::Activation in decoder.h."""
 
 PARTS = ("qkv", "rope", "attention", "out", "gate_up", "down", "norm")
 """The parts of a step, in the order in which the C++ call counts their time (decoder.h: Part)."""
@@ -31,8 +46,20 @@ class LayerWeights(ctypes.Structure):
 
     _fields_ = (
         *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "out_norm", "down_norm")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "qkv_bias", "out_bias")),
+        *((name, ctypes.c_int32) for name in ("group", "place", "rope")),
+    )
+
+
+class LayerGroup(ctypes.Structure):
+    """`baton::LayerGroup` in decoder.h."""
+
+    _fields_ = (
+        ("attention", ctypes.POINTER(AttentionCall)),
+        ("layer_bytes", ctypes.c_int64),
+        ("v_bytes", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p),
     )
 
 
@@ -42,16 +69,14 @@ class DecoderCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "residual", "result", "cos", "sin")),
         ("scratch", ctypes.c_void_p),
-        ("attention", ctypes.POINTER(AttentionCall)),
-        ("layer_bytes", ctypes.c_int64),
-        ("v_bytes", ctypes.c_int64),
-        ("tiles", ctypes.c_void_p),
+        ("groups", LayerGroup * 2),
         ("reads", ctypes.c_void_p),
         ("read_starts", ctypes.c_void_p),
         ("read_count", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("ropes", "rotary", "activation")),
+        *((name, ctypes.c_float) for name in ("residual_scale", "eps")),
         ("part_seconds", ctypes.c_void_p),
     )
 
@@ -61,19 +86,27 @@ def fusible(model: Any) -> bool:
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        type(model).__name__ in MODELS
+        type(model).__name__ in DENSE
         and not is_divided(model)
-        and config.hidden_act == "silu"
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and getattr(config, "sliding_window", None) is None
+        and _activation(config) in ACTIVATIONS
         and not getattr(config, "mlp_bias", False)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
         and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))
         and config.num_attention_heads * head_dim % 32 == 0
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
-        and model.rotary_emb.inv_freq.numel() * 2 == head_dim  # all of a head is rotated
+        and _rotates(model, head_dim)
     )
+
+
+def _activation(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or str(config.hidden_act)
+
+
+def _rotates(model: Any, head_dim: int) -> bool:
+    """Whether all values of a head are rotated. Of Phi 3 the first ones may be."""
+    widths = {2 * len(rope.frequencies) for rope in ropes(model).values()}
+    return widths == {head_dim} or (type(model).__name__ == "Phi3Model" and len(widths) == 1)
 
 
 class FusedDecoder(nn.Module):
@@ -82,26 +115,31 @@ class FusedDecoder(nn.Module):
     def __init__(self, model: Any, packer: Packer) -> None:
         super().__init__()
         self._packer = packer
-        self.embed_tokens = model.embed_tokens
-        self._frequencies = model.rotary_emb.inv_freq.float()
-        self._rotary_scale = float(model.rotary_emb.attention_scaling)
+        self.embed_tokens: Any = embedding(model)
+        self._embedding_scale = embedding_scale(model)
+        self._ropes = list(ropes(model).values())
         self._kept: list[Any] = []  # packs and float32 vectors to which the pointers below point
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
         assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
         self._layers = (LayerWeights * len(model.layers))()
-        for i in range(len(model.layers)):
-            self._fill(self._layers[i], model.layers[i])
+        for i, place in enumerate(places(model)):
+            self._fill(self._layers[i], model.layers[i], place)
             model.layers[i] = nn.Identity()  # frees the original weights, which are packed now
             return_freed_memory()
         self._call = DecoderCall(
             layers=ctypes.addressof(self._layers),
-            final_norm=self._vector(model.norm.weight),
+            final_norm=self._vector(norm_weight(model.norm)),
             layer_count=len(self._layers),
             hidden=model.config.hidden_size,
             intermediate=model.config.intermediate_size,
-            eps=model.norm.variance_epsilon,
+            ropes=len(self._ropes),
+            rotary=2 * len(self._ropes[0].frequencies),
+            activation=ACTIVATIONS[_activation(model.config)],
+            residual_scale=residual_scale(model),
+            eps=norm_eps(model.norm),
         )
+        self._groups = {layer.group for layer in self._layers}
         self._parts = (ctypes.c_double * len(PARTS))()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -113,17 +151,20 @@ class FusedDecoder(nn.Module):
         Of tokens that are not read (PagedLayers.reads) it is 0, or has a NaN where a K or V is not finite.
         """
         residual = self.embed_tokens(input_ids[0]).float()
-        angles = position_ids[0].float()[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
+        cos, sin = self._rotation(position_ids[0])
         result = torch.empty(residual.shape, dtype=torch.bfloat16)
         call = self._call
         call.tokens = len(residual)
         call.residual, call.result = residual.data_ptr(), result.data_ptr()
         call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        attention = paged.full
-        assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
-        call.attention = ctypes.pointer(attention.call)
-        call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
+        for number in self._groups:
+            attention = (paged.full, paged.window)[number]
+            assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
+            group = call.groups[number]
+            group.attention = ctypes.pointer(attention.call)
+            group.tiles, group.layer_bytes, group.v_bytes = attention.tiles
         call.read_count = call.tokens
         if paged.reads is not None:
             rows, starts = paged.reads
@@ -145,29 +186,41 @@ class FusedDecoder(nn.Module):
         self._call.part_seconds = None
         return list(self._parts)
 
-    def _fill(self, into: LayerWeights, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        into.qkv = self._pack_rows([part.weight for part in parts])
-        into.out = self._pack_rows([attention.o_proj.weight])
-        into.gate_up = self._pack_alternating(mlp.gate_proj.weight, mlp.up_proj.weight)
-        into.down = self._pack_rows([mlp.down_proj.weight])
-        into.input_norm = self._vector(layer.input_layernorm.weight)
-        into.mlp_norm = self._vector(layer.post_attention_layernorm.weight)
-        if hasattr(attention, "q_norm"):
-            into.q_norm = self._vector(attention.q_norm.weight)
-            into.k_norm = self._vector(attention.k_norm.weight)
-        if attention.q_proj.bias is not None:
-            into.qkv_bias = self._vector(torch.cat([part.bias for part in parts]))
-        if attention.o_proj.bias is not None:
-            into.out_bias = self._vector(attention.o_proj.bias)
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T] -> cosines and sines, each float32 [ropes, T, rotary / 2]."""
+        angles = [positions.float()[:, None] * rope.frequencies for rope in self._ropes]
+        pairs = zip(angles, self._ropes, strict=True)
+        tables = [(angle.cos() * rope.scale, angle.sin() * rope.scale) for angle, rope in pairs]
+        if len(tables) == 1:
+            return tables[0]
+        cosines, sines = zip(*tables, strict=True)
+        return torch.stack(cosines), torch.stack(sines)
+
+    def _fill(self, into: LayerWeights, layer: Any, place: Place) -> None:
+        attention, norms = attention_parts(layer.self_attn), layer_norms(layer)
+        into.qkv = self._pack_rows(attention.qkv)
+        into.out = self._pack_rows([layer.self_attn.o_proj.weight])
+        into.gate_up = self._pack_alternating(*gate_and_up(layer.mlp))
+        into.down = self._pack_rows([layer.mlp.down_proj.weight])
+        into.input_norm, into.out_norm = self._norm(norms.before_attention), self._norm(norms.after_attention)
+        into.mlp_norm, into.down_norm = self._norm(norms.before_mlp), self._norm(norms.after_mlp)
+        into.q_norm, into.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        if attention.qkv_bias is not None:
+            into.qkv_bias = self._vector(torch.cat(attention.qkv_bias))
+        if layer.self_attn.o_proj.bias is not None:
+            into.out_bias = self._vector(layer.self_attn.o_proj.bias)
+        into.group, into.place = place.group, place.place
+        into.rope = -1 if place.rope is None else place.rope
+
+    def _norm(self, norm: Any) -> int | None:
+        return None if norm is None else self._vector(norm_weight(norm))
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
 
-    def _pack_rows(self, weights: list[torch.Tensor]) -> Weights:
+    def _pack_rows(self, weights: Sequence[torch.Tensor]) -> Weights:
         """One weight after the other."""
         matrices, group = [], 0
         for weight in weights:

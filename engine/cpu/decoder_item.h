@@ -1,7 +1,7 @@
 // Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region per step.
 //
 // The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
-// synchronise at five barriers per layer. If there are few rows, every thread computes the norms of all rows itself,
+// synchronise at five barriers per layer, and at two more if what attention and MLPs add is normed. If there are few rows, every thread computes the norms of all rows itself,
 // which is cheaper than a barrier. Of a prefill chunk one hidden state is read, or none, but K and V of all tokens: the last
 // layer computes the rest for the rows that are read alone.
 // Compiled once per instruction set: BATON_DECODER names the table it fills.
@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "decoder.h"
@@ -50,21 +51,26 @@ bool all_bfloat16(const DecoderCall& call) {
   });
 }
 
+// The attention plans of the groups, for one batch.
+class Plans {
+ public:
+  explicit Plans(const DecoderCall& call) {
+    for (int group = 0; group < kGroups; ++group)
+      if (call.groups[group].attention != nullptr) plans_[group].emplace(*call.groups[group].attention);
+  }
+  AttentionPlan& of(const LayerWeights& layer) { return *plans_[layer.group]; }
+
+ private:
+  std::optional<AttentionPlan> plans_[kGroups];
+};
+
 class Decoder {
  public:
-  Decoder(const DecoderCall& call, AttentionPlan& plan)
+  Decoder(const DecoderCall& call, Plans& plans)
       : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.format == kInt8Pack),
-        tiled_(current_isa() >= kAmx && all_bfloat16(call)), plan_(plan), batch_(*call.attention) {
+        tiled_(current_isa() >= kAmx && all_bfloat16(call)), plans_(plans), batch_(last_attention(call)) {
     Arena arena(call.scratch);
-    buffers_ = take_buffers(arena, shape_, batch_.threads);
-    const int64_t head = batch_.head_dim;
-    batch_.q = buffers_.qkv;
-    batch_.k_new = buffers_.qkv + shape_.q;
-    batch_.v_new = buffers_.qkv + shape_.q + batch_.kv_heads * head;
-    batch_.q_token = batch_.k_token = batch_.v_token = shape_.qkv;
-    batch_.q_head = batch_.k_head = batch_.v_head = head;
-    batch_.out = buffers_.attended;
-    batch_.out_token = shape_.q;
+    buffers_ = take_buffers(arena, call);
   }
 
   // Computes the first `layers` layers.
@@ -73,8 +79,8 @@ class Decoder {
       const LayerWeights& weights = call_.layers[layer];
       const bf16* normed = norm(team, weights.input_norm, clock);
       project(team, weights, normed, all_heads(), clock);
-      const AttentionCall attention = of_layer(layer);
-      plan_.write(team, attention);
+      const AttentionCall attention = of_layer(weights);
+      plans_.of(weights).write(team, attention);
       team.barrier();
       rest_of_layer(team, weights, attention, clock);
     }
@@ -83,19 +89,19 @@ class Decoder {
   // K and V of the last layer, and the results of rows that are not read. The caller's next barrier comes before
   // the rows that are read go on.
   void write_last(Team& team, Clock& clock) const {
-    const LayerWeights& weights = call_.layers[call_.layer_count - 1];
+    const LayerWeights& weights = last_layer(call_);
     const bf16* normed = norm(team, weights.input_norm, clock);
     project(team, weights, normed, {batch_.heads, batch_.heads + 2 * batch_.kv_heads}, clock);
-    plan_.write(team, of_layer(call_.layer_count - 1));
+    plans_.of(weights).write(team, of_layer(weights));
     each_row(team, [&](int64_t t) { check_row(t); });
   }
 
   // The rest of the last layer, after its K and V.
   void run_last(Team& team, Clock& clock) const {
-    const LayerWeights& weights = call_.layers[call_.layer_count - 1];
+    const LayerWeights& weights = last_layer(call_);
     const bf16* normed = norm(team, weights.input_norm, clock);
     project(team, weights, normed, {0, batch_.heads}, clock);
-    rest_of_layer(team, weights, of_layer(call_.layer_count - 1), clock);
+    rest_of_layer(team, weights, of_layer(weights), clock);
   }
 
   // `rows`: where the result of each row goes; null: to its own place.
@@ -111,10 +117,18 @@ class Decoder {
   float* row(int64_t t) const { return call_.residual + t * shape_.hidden; }
   Heads all_heads() const { return {0, batch_.heads + 2 * batch_.kv_heads}; }
 
-  AttentionCall of_layer(int layer) const {
-    AttentionCall attention = batch_;
-    attention.k = call_.tiles + layer * call_.layer_bytes;
-    attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
+  AttentionCall of_layer(const LayerWeights& layer) const {
+    const LayerGroup& group = call_.groups[layer.group];
+    AttentionCall attention = *group.attention;
+    attention.q = buffers_.qkv;
+    attention.k_new = buffers_.qkv + shape_.q;
+    attention.v_new = buffers_.qkv + shape_.q + attention.kv_heads * shape_.head_dim;
+    attention.q_token = attention.k_token = attention.v_token = shape_.qkv;
+    attention.q_head = attention.k_head = attention.v_head = shape_.head_dim;
+    attention.out = buffers_.attended;
+    attention.out_token = shape_.q;
+    attention.k = group.tiles + layer.place * group.layer_bytes;
+    attention.v = group.tiles + layer.place * group.layer_bytes + group.v_bytes;
     return attention;
   }
 
@@ -175,9 +189,9 @@ class Decoder {
 
   // From attention on, whose keys and values have been written.
   void rest_of_layer(Team& team, const LayerWeights& weights, const AttentionCall& attention, Clock& clock) const {
-    plan_.attend(team, attention);
+    plans_.of(weights).attend(team, attention);
     clock.mark(kAttention);
-    add_product(team, retile(team), shape_.q, weights.out, weights.out_bias);
+    add_product(team, retile(team), shape_.q, weights.out, weights.out_bias, weights.out_norm);
     clock.mark(kOut);
     mlp_block(team, weights, clock);
   }
@@ -245,12 +259,13 @@ class Decoder {
 
   // One projected head of one token, [head_dim], to the left side of attention.
   void finish_one(const LayerWeights& weights, int64_t t, int64_t head, float* projected) const {
-    const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads;
-    const bool rotate = head < rotated;
+    const int dim = batch_.head_dim;
+    const bool is_value = head >= batch_.heads + batch_.kv_heads;
+    const int64_t angles = (weights.rope * shape_.tokens + t) * (call_.rotary / 2);
     finish_head(projected, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
-                head < batch_.heads ? weights.q_norm : (rotate ? weights.k_norm : nullptr),
-                rotate ? call_.cos + t * (dim / 2) : nullptr, call_.sin + t * (dim / 2), dim, call_.eps,
-                buffers_.qkv + t * shape_.qkv + head * dim);
+                head < batch_.heads ? weights.q_norm : (is_value ? nullptr : weights.k_norm),
+                is_value || weights.rope < 0 ? nullptr : call_.cos + angles, call_.sin + angles, dim, call_.rotary,
+                call_.eps, buffers_.qkv + t * shape_.qkv + head * dim);
   }
 
   void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {
@@ -258,30 +273,46 @@ class Decoder {
     auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
       for (int r = 0; r < rows; ++r) {
         const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
-        const Vec decay = exp_vector(sub(splat(0), gate));
         store(buffers_.activated + place(first + r, group / 2 * kGroup, shape_.intermediate),
-              divide(mul(gate, up), add(splat(1.0f), decay)));
+              mul(call_.activation == kSilu ? silu(gate) : gelu_tanh(gate), up));
       }
     };
     matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.gate_up, shape_.hidden,
            2 * shape_.intermediate / kGroup, activate);
     team.barrier();
     clock.mark(kGateUp);
-    add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr);
+    add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr, weights.down_norm);
     clock.mark(kDown);
   }
 
-  // residual += a * pack + bias, then a barrier.
-  void add_product(Team& team, const bf16* a, int64_t k, Weights pack, const float* bias) const {
+  // residual += scale * norm(a * pack + bias), then a barrier. `weight`: of the norm; null: there is none.
+  void add_product(Team& team, const bf16* a, int64_t k, Weights pack, const float* bias, const float* weight) const {
+    const float scale = call_.residual_scale;
     auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r) {
         float* to = row(first + r) + group * kGroup;
-        for (int i = 0; i < groups * kGroup; ++i) to[i] += c[r * ldc + i];
+        for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * c[r * ldc + i];
         if (bias != nullptr)
-          for (int i = 0; i < groups * kGroup; ++i) to[i] += bias[group * kGroup + i];
+          for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * bias[group * kGroup + i];
       }
     };
-    matmul(team, input(team, a, k), shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    auto keep = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r) {
+        float* to = buffers_.added + (first + r) * shape_.hidden + group * kGroup;
+        for (int i = 0; i < groups * kGroup; ++i)
+          to[i] = c[r * ldc + i] + (bias != nullptr ? bias[group * kGroup + i] : 0.0f);
+      }
+    };
+    const Input left = input(team, a, k);
+    if (weight == nullptr) {
+      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    } else {
+      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, keep);
+      team.barrier();
+      each_row(team, [&](int64_t t) {
+        add_normed(row(t), buffers_.added + t * shape_.hidden, weight, shape_.hidden, call_.eps, scale);
+      });
+    }
     team.barrier();
   }
 
@@ -290,27 +321,28 @@ class Decoder {
   const bool few_;
   const bool int8_;   // all packs are, or none
   const bool tiled_;  // the rows of products are in AMX tiles
-  AttentionPlan& plan_;
-  AttentionCall batch_;
+  Plans& plans_;
+  const AttentionCall& batch_;  // its heads are those of all groups
   Buffers buffers_;
 };
 
 int64_t scratch_bytes(const DecoderCall& call) { return reads_some(call) ? Reads(call).end : buffer_bytes(call); }
 
 void run_decoder(const DecoderCall& call) {
-  AttentionPlan plan(*call.attention);
-  const Decoder decoder(call, plan);
+  Plans plans(call);
+  const Decoder decoder(call, plans);
+  const int threads = last_attention(call).threads;
   if (!reads_some(call)) {
     auto body = [&](Team& team) {
       Clock clock(team, call.part_seconds);
       decoder.run(team, call.layer_count, clock);
       decoder.finish(team, nullptr, clock);
     };
-    return parallel(call.attention->threads, body);
+    return parallel(threads, body);
   }
   const Reads reads(call);
-  AttentionPlan read_plan(reads.attention);
-  const Decoder read(reads.call, read_plan);
+  Plans read_plans(reads.call);
+  const Decoder read(reads.call, read_plans);
   auto body = [&](Team& team) {
     Clock clock(team, call.part_seconds);
     decoder.run(team, call.layer_count - 1, clock);
@@ -321,7 +353,7 @@ void run_decoder(const DecoderCall& call) {
     read.run_last(team, clock);
     read.finish(team, call.reads, clock);
   };
-  parallel(call.attention->threads, body);
+  parallel(threads, body);
 }
 
 }  // namespace

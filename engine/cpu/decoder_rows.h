@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 
+#include "exponential.h"
 #include "numeric.h"
 
 namespace baton {
@@ -21,9 +22,24 @@ void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* t
     store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
 }
 
-// Applies bias, norm and rotation (each may be null) to one head, of which `x` is lost, and rounds the result to `to`.
-void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
-                 bf16* to) {
+// to += scale * norm(x)
+void add_normed(float* to, const float* x, const float* weight, int64_t n, float eps, float scale) {
+  const Vec by = splat(scale / std::sqrt(mean_square(x, n) + eps));
+  for (int64_t i = 0; i < n; i += 16) store(to + i, mul_add(mul(load(x + i), by), load(weight + i), load(to + i)));
+}
+
+Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
+
+// gelu by tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)).
+Vec gelu_tanh(Vec x) {
+  const Vec u = mul(mul(x, splat(2 * 0.7978845608f)), mul_add(mul(x, x), splat(0.044715f), splat(1.0f)));
+  return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), u))));
+}
+
+// Applies bias, norm and rotation (each may be null) to one head, of which `x` is lost, and rounds the result to `to`. The
+// first `rotary` values are rotated.
+void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, int rotary,
+                 float eps, bf16* to) {
   if (bias != nullptr)
     for (int d = 0; d < dim; d += 16) store(x + d, add(load(x + d), load(bias + d)));
   if (norm != nullptr) {
@@ -34,7 +50,7 @@ void finish_head(float* x, const float* bias, const float* norm, const float* co
     for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
     return;
   }
-  const int half = dim / 2;
+  const int half = rotary / 2;
   for (int d = 0; d + 16 <= half; d += 16) {
     const Vec low = load(x + d), high = load(x + half + d), c = load(cos + d), s = load(sin + d);
     store(to + d, sub(mul(low, c), mul(high, s)));
@@ -45,6 +61,7 @@ void finish_head(float* x, const float* bias, const float* norm, const float* co
     store_float(to[d], low * cos[d] - high * sin[d]);
     store_float(to[half + d], high * cos[d] + low * sin[d]);
   }
+  for (int d = rotary; d < dim; ++d) store_float(to[d], x[d]);
 }
 
 bool all_finite(const bf16* x, int64_t n) {

@@ -13,7 +13,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.expert_classes import CLAMPED
+from engine.layer_classes import CLAMPED
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 

@@ -14,10 +14,11 @@ from torch import nn
 
 from common.errors import ConfigError
 from engine.cpu import delta_net, experts
-from engine.cpu.decoder import MODELS, FusedDecoder, fusible
+from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
-from engine.expert_classes import EXPERTS
+from engine.decoder_parts import DENSE
+from engine.layer_classes import EXPERTS
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
     """Add the CPU's replacements, for one model. They add to `kept` the names of stored formats they take."""
     replacements = CpuReplacements(kept)
-    for name in MODELS:
+    for name in DENSE:
         table[name] = replacements.decoder
     for name in EXPERTS:
         table[name] = replacements.experts

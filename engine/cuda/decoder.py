@@ -2,14 +2,16 @@
 
 transformers' layers compute norms, rotary embeddings and residuals in small operators: some 120 a layer,
 views included. A recorded step does not issue them one by one, but each is a kernel all the same. Here a
-layer is four products, attention, rotary embedding, activation and two sums with norms, and two norms more
-where q and k have them. Attention of recorded steps does those of q and k itself (AttendsHeads), and a step
-of one row has nothing but attention and four products a layer (row_product). The block of a mixture, router
-and experts, stays transformers'.
+layer is four products, attention, rotary embedding, activation and two sums with norms, two norms more where
+q and k have them, and two where what is added to the residual has. Attention of recorded steps does those of
+q and k itself (AttendsHeads), and a step of one row has nothing but attention and four products a layer
+(row_product), unless the model is a Gemma or a Granite. The block of a mixture, router and experts, stays
+transformers'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +23,26 @@ from engine.cuda.limits import HEAD_DIMS
 from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
+from engine.decoder_parts import (
+    DENSE,
+    Rope,
+    attention_parts,
+    embedding,
+    embedding_scale,
+    layer_norms,
+    norm_eps,
+    norm_weight,
+    places,
+    residual_scale,
+    ropes,
+)
 from engine.device_copies import upload
+from engine.layer_classes import NORMS_PLUS_ONE
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
 from engine.parallel.sums import SummedExperts, SummedLinear
 from engine.positions import longest_context
 
-MODELS = (
-    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SeedOssModel"),
-    *("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel"),
-)
+MODELS = (*DENSE, "MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel")
 """The transformers classes that FlashInferDecoder computes."""
 
 
@@ -55,18 +68,29 @@ class FlashInferDecoder(nn.Module):
         super().__init__()
         import flashinfer
 
-        self._ops: Any = flashinfer
-        self.embed_tokens = model.embed_tokens
+        self._plus_one = type(model.norm).__name__ in NORMS_PLUS_ONE
+        self._apply_rope: Any = flashinfer.apply_rope_with_cos_sin_cache_inplace
+        self._norm: Any = flashinfer.gemma_rmsnorm if self._plus_one else flashinfer.rmsnorm
+        self._add_norm: Any = (
+            flashinfer.gemma_fused_add_rmsnorm if self._plus_one else flashinfer.fused_add_rmsnorm
+        )
+        self.embed_tokens = embedding(model)
+        self._embedding_scale, self._residual_scale = embedding_scale(model), residual_scale(model)
+        tables = [_rotary_table(rope, longest_context(model.config)) for rope in ropes(model).values()]
         self._layers: list[_Layer] = []
-        for i in range(len(model.layers)):
-            self._layers.append(_Layer(model.layers[i], model.config, products or Products()))
+        for i, place in enumerate(places(model)):
+            rotary = None if place.rope is None else tables[place.rope]
+            self._layers.append(_Layer(model.layers[i], rotary, model.config, products or Products()))
             model.layers[i] = nn.Identity()  # frees the original weights, which are joined now
         self.mlps = nn.ModuleList(layer.mlp for layer in self._layers)
         self.norm = model.norm.weight
         self._norms = [*(layer.input_norm for layer in self._layers), self.norm]
-        self._eps = float(model.norm.variance_epsilon)
-        self._rotary = _rotary_table(model)
-        self._has_rows = triton_kernels.available() and all(layer.row is not None for layer in self._layers)
+        self._eps = norm_eps(model.norm)
+        self._has_rows = (
+            triton_kernels.available()
+            and self._residual_scale == 1.0
+            and all(layer.row is not None for layer in self._layers)
+        )
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
@@ -76,10 +100,13 @@ class FlashInferDecoder(nn.Module):
         Of tokens that are not read (PagedLayers.reads) it is 0, or has a NaN where a K or V of the last layer
         is not finite.
         """
-        residual, positions = self.embed_tokens(input_ids[0]), position_ids[0]
+        residual = self.embed_tokens(input_ids[0])
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        positions = position_ids[0]
         if len(residual) == 1 and self._has_rows:
             return DecoderOutput(self._one_row(residual, positions, paged)[None])
-        x = self._ops.rmsnorm(residual, self._norms[0], self._eps)
+        x = self._norm(residual, self._norms[0], self._eps)
         last = len(self._layers) - 1
         for number in range(last):
             attended = self._attend(number, x, positions, paged)[0]
@@ -107,7 +134,7 @@ class FlashInferDecoder(nn.Module):
             middle = residual.new_empty(1, len(gate_up) // 2)
             row_product(residual, layer.mlp_norm, gate_up, None, middle, True, False, self._eps)
             row_product(middle, None, down, None, residual, False, True, self._eps)
-        normalised: torch.Tensor = self._ops.rmsnorm(residual, self.norm, self._eps)
+        normalised: torch.Tensor = self._norm(residual, self.norm, self._eps)
         return normalised
 
     def _attend(
@@ -123,12 +150,17 @@ class FlashInferDecoder(nn.Module):
         """What follows attention, of any rows. Adds to their residuals, and returns these after the next
         norm."""
         layer = self._layers[number]
-        x = layer.projected(attended)
-        self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
-        x = self.mlps[number](x[None])[0]
-        self._ops.fused_add_rmsnorm(x, residual, self._norms[number + 1], self._eps)
-        normalised: torch.Tensor = x
-        return normalised
+        x = self._summand(layer.projected(attended), layer.out_norm)
+        self._add_norm(x, residual, layer.mlp_norm, self._eps)
+        x = self._summand(self.mlps[number](x[None])[0], layer.down_norm)
+        self._add_norm(x, residual, self._norms[number + 1], self._eps)
+        return x
+
+    def _summand(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """What is added to the residual of what attention or an MLP returns, which it may overwrite."""
+        if norm is not None:
+            x = self._norm(x, norm, self._eps)
+        return x if self._residual_scale == 1.0 else x.mul_(self._residual_scale)
 
     def _attended(
         self, number: int, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
@@ -136,19 +168,32 @@ class FlashInferDecoder(nn.Module):
         """Attention of one layer: [T, query heads * head_dim]."""
         dim = layer.head_dim
         q, k, v = torch.split(qkv, layer.widths, dim=-1)
-        q_heads, k_heads, v_heads = (part.view(len(part), -1, dim) for part in (q, k, v))  # views
-        out = torch.empty(q_heads.shape, dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty(len(q), layer.widths[0] // dim, dim, dtype=qkv.dtype, device=qkv.device)
         backend, place = paged.of_layer[number]
-        if isinstance(backend, AttendsHeads):
-            inputs = HeadInputs(layer.q_norm, layer.k_norm, self._eps, self._rotary, positions)
-            backend.attend(place, q_heads, k_heads, v_heads, out, inputs)
+        if isinstance(backend, AttendsHeads) and layer.is_rotated_whole:
+            inputs = HeadInputs(layer.q_gain, layer.k_gain, self._eps, layer.rotary, positions)
+            backend.attend(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, inputs)
             return out.flatten(1)
         if layer.q_norm is not None:
-            self._ops.rmsnorm(q_heads, layer.q_norm, self._eps, out=q_heads)
-            self._ops.rmsnorm(k_heads, layer.k_norm, self._eps, out=k_heads)
-        self._ops.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, self._rotary)
-        backend.forward(place, q_heads, k_heads, v_heads, out, None)
+            q, k = self._normed_heads(q, layer.q_norm, dim), self._normed_heads(k, layer.k_norm, dim)
+        if layer.rotary is not None:
+            self._apply_rope(positions, q, k, dim, layer.rotary)
+        backend.forward(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, None)
         return out.flatten(1)
+
+    def _normed_heads(self, packed: torch.Tensor, norm: torch.Tensor | None, dim: int) -> torch.Tensor:
+        """[T, heads * dim], each head after its norm. May be `packed`, which is overwritten."""
+        if self._plus_one:  # Gemma's operator takes rows alone
+            normed: torch.Tensor = self._norm(packed.reshape(-1, dim), norm, self._eps)
+            return normed.view(packed.shape)
+        heads = _heads(packed, dim)
+        self._norm(heads, norm, self._eps, out=heads)
+        return packed
+
+
+def _heads(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """A view [T, heads, dim]."""
+    return packed.view(len(packed), -1, dim)
 
 
 class _RowWeights(NamedTuple):
@@ -163,21 +208,28 @@ class _RowWeights(NamedTuple):
 class _Layer:
     """The weights of one layer, and the products with them."""
 
-    def __init__(self, layer: Any, config: Any, products: Products) -> None:
-        attention = layer.self_attn
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    def __init__(self, layer: Any, rotary: torch.Tensor | None, config: Any, products: Products) -> None:
+        attention, norms = layer.self_attn, layer_norms(layer)
+        parts = attention_parts(attention)
         self.head_dim = _head_dim(config)
-        self.widths = [len(part.weight) for part in parts]
-        self.qkv = products.of(_joined([part.weight for part in parts]))
-        self.qkv_bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
+        self.rotary = rotary
+        self.widths = [len(weight) for weight in parts.qkv]
+        self.qkv = products.of(_joined(parts.qkv))
+        self.qkv_bias = None if parts.qkv_bias is None else _joined(parts.qkv_bias)
         self.out, self.out_bias = products.of(attention.o_proj.weight), attention.o_proj.bias
         self._summed = attention.o_proj if isinstance(attention.o_proj, SummedLinear) else None
         self.mlp = _mlp(layer.mlp, products)
-        self.input_norm = layer.input_layernorm.weight
-        self.mlp_norm = layer.post_attention_layernorm.weight
-        self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
-        self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
-        self.row = self._row_weights()
+        self.input_norm, self.mlp_norm = norms.before_attention.weight, norms.before_mlp.weight
+        self.out_norm, self.down_norm = _weight(norms.after_attention), _weight(norms.after_mlp)
+        self.q_norm, self.k_norm = _weight(parts.q_norm), _weight(parts.k_norm)
+        self.q_gain, self.k_gain = _gain(parts.q_norm), _gain(parts.k_norm)
+        plain = type(norms.before_mlp).__name__ not in NORMS_PLUS_ONE and self.out_norm is None
+        self.row = self._row_weights() if plain else None
+
+    @property
+    def is_rotated_whole(self) -> bool:
+        """Whether all values of its heads are rotated, or none."""
+        return self.rotary is None or self.rotary.shape[1] == self.head_dim
 
     def projected(self, attended: torch.Tensor) -> torch.Tensor:
         """What attention adds to the residual, of all ranks."""
@@ -212,14 +264,25 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.detach() for part in parts])
 
 
-def _rotary_table(model: Any) -> torch.Tensor:
-    """float32 [positions, head_dim]: cosines, then sines, of each position."""
-    frequencies = model.rotary_emb.inv_freq.float()
-    positions = torch.arange(longest_context(model.config), dtype=torch.float32, device=frequencies.device)
-    angles = positions[:, None] * frequencies
-    table: torch.Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * model.rotary_emb.attention_scaling
+def _weight(norm: Any) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _gain(norm: Any) -> torch.Tensor | None:
+    """By what a norm multiplies, for kernels of ours."""
+    if norm is None or type(norm).__name__ not in NORMS_PLUS_ONE:
+        return _weight(norm)
+    return norm_weight(norm)  # float32: the weight plus one is not rounded
+
+
+def _rotary_table(rope: Rope, positions: int) -> torch.Tensor:
+    """float32 [positions, rotated values of a head]: cosines, then sines, of each position."""
+    frequencies = rope.frequencies
+    steps = torch.arange(positions, dtype=torch.float32, device=frequencies.device)
+    angles = steps[:, None] * frequencies
+    table: torch.Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.scale
     return table

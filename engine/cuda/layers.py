@@ -13,108 +13,9 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products
+from engine.decoder_parts import gate_and_up
+from engine.layer_classes import NORMS_PLUS_ONE
 from engine.parallel.sums import SummedLinear
-
-NORMS = (
-    "AXK1RMSNorm",
-    "AfmoeRMSNorm",
-    "ApertusRMSNorm",
-    "ArceeRMSNorm",
-    "CwmRMSNorm",
-    "DeepseekV2RMSNorm",
-    "DeepseekV32RMSNorm",
-    "DeepseekV3RMSNorm",
-    "Dots1RMSNorm",
-    "Ernie4_5RMSNorm",
-    "Ernie4_5_MoeRMSNorm",
-    "Exaone4RMSNorm",
-    "ExaoneMoeRMSNorm",
-    "FalconH1RMSNorm",
-    "Gemma4RMSNorm",
-    "Gemma4UnifiedRMSNorm",
-    "Glm4MoeLiteRMSNorm",
-    "Glm4MoeRMSNorm",
-    "Glm4RMSNorm",
-    "GlmMoeDsaRMSNorm",
-    "GptOssRMSNorm",
-    "GraniteMoeHybridRMSNorm",
-    "GraniteMoeRMSNorm",
-    "GraniteMoeSWARMSNorm",
-    "GraniteMoeSharedRMSNorm",
-    "GraniteRMSNorm",
-    "GraniteSWARMSNorm",
-    "HYV3RMSNorm",
-    "HyperCLOVAXRMSNorm",
-    "Kolibri1RMSNorm",
-    "LagunaRMSNorm",
-    "Lfm2MoeRMSNorm",
-    "Lfm2RMSNorm",
-    "Lfm3RMSNorm",
-    "MellumRMSNorm",
-    "MiniMaxM2RMSNorm",
-    "Ministral3RMSNorm",
-    "Mistral4RMSNorm",
-    "Olmo2RMSNorm",
-    "Olmo3RMSNorm",
-    "OlmoeRMSNorm",
-    "Phi3RMSNorm",
-    "SmolLM3RMSNorm",
-    "SolarOpenRMSNorm",
-    "YoutuRMSNorm",
-)
-"""transformers' norms that multiply by their weight. Some of Gemma 4's have none, and stay."""
-
-NORMS_PLUS_ONE = (
-    "Gemma2RMSNorm",
-    "Gemma3RMSNorm",
-    "GemmaRMSNorm",
-    "Qwen3NextRMSNorm",
-    "Qwen3_5MoeRMSNorm",
-    "Qwen3_5RMSNorm",
-)
-"""transformers' norms that multiply by their weight plus one."""
-
-MLPS = (
-    "AXK1MLP",
-    "AfmoeMLP",
-    "Cohere2MLP",
-    "CwmMLP",
-    "DeepseekV2MLP",
-    "DeepseekV32MLP",
-    "DeepseekV3MLP",
-    "Dots1MLP",
-    "Ernie4_5MLP",
-    "Ernie4_5_MoeMLP",
-    "Exaone4MLP",
-    "ExaoneMoeMLP",
-    "Gemma2MLP",
-    "Gemma3MLP",
-    "Gemma4TextMLP",
-    "Gemma4UnifiedTextMLP",
-    "GemmaMLP",
-    "Glm4MoeLiteMLP",
-    "Glm4MoeMLP",
-    "GlmMoeDsaMLP",
-    "GraniteMLP",
-    "GraniteSWAMLP",
-    "HYV3MLP",
-    "HyperCLOVAXMLP",
-    "Kolibri1MLP",
-    "LagunaMLP",
-    "MellumMLP",
-    "Ministral3MLP",
-    "Mistral4MLP",
-    "Olmo2MLP",
-    "Olmo3MLP",
-    "Qwen2MoeMLP",
-    "Qwen3NextMLP",
-    "Qwen3_5MLP",
-    "Qwen3_5MoeMLP",
-    "SmolLM3MLP",
-    "SolarOpenMLP",
-    "YoutuMLP",
-)
-"""transformers' modules down(act(gate(x)) * up(x)) without biases."""
 
 _GATES = {"SiLUActivation": "silu_and_mul", "SiLU": "silu_and_mul", "GELUTanh": "gelu_tanh_and_mul"}
 
@@ -148,10 +49,10 @@ class FlashInferMLP(nn.Module):
         import flashinfer
 
         products = products or Products()
-        gate = _GATES[type(mlp.act_fn).__name__]
+        gate = _GATES[_activation(mlp)]
         self.is_silu = gate == "silu_and_mul"
         self._gate: Any = getattr(flashinfer, gate)
-        gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
+        gate_up = torch.cat([part.detach() for part in gate_and_up(mlp)])
         self.gate_up, self.down = products.of(gate_up), products.of(mlp.down_proj.weight)
         self._summed = mlp.down_proj if isinstance(mlp.down_proj, SummedLinear) else None
 
@@ -181,5 +82,10 @@ def has_weight(norm: Any) -> bool:
 
 def fusible_mlp(mlp: Any) -> bool:
     """Whether FlashInferMLP computes the same as this module."""
-    projections = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return type(mlp.act_fn).__name__ in _GATES and all(part.bias is None for part in projections)
+    into = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    return _activation(mlp) in _GATES and all(part.bias is None for part in (*into, mlp.down_proj))
+
+
+def _activation(mlp: Any) -> str:
+    """The class of the activation of its gates. Phi 3 calls it otherwise."""
+    return type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn).__name__

@@ -20,9 +20,6 @@ from engine.config import EngineConfig
 from engine.cuda import triton_kernels
 from engine.cuda.decoder import MODELS, FlashInferDecoder, fusible
 from engine.cuda.layers import (
-    MLPS,
-    NORMS,
-    NORMS_PLUS_ONE,
     FlashInferMLP,
     FlashInferNorm,
     StoredLinear,
@@ -32,7 +29,7 @@ from engine.cuda.layers import (
 from engine.cuda.limits import DTYPES
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import Products
-from engine.expert_classes import EXPERTS
+from engine.layer_classes import EXPERTS, MLPS, NORMS, NORMS_PLUS_ONE
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
 from engine.cuda.tiles import tile_rows
-from engine.expert_classes import CLAMPED, EXPERTS
+from engine.layer_classes import CLAMPED, EXPERTS
 
 
 class StoredExperts(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.expert_classes import EXPERTS
+from engine.layer_classes import EXPERTS
 from engine.parallel.group import RankGroup
 
 _BY_INPUTS = ("o_proj", "down_proj", "c_proj")

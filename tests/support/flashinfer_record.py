@@ -24,6 +24,7 @@ FUNCTIONS = {
     "rmsnorm": "norm/__init__.py",
     "fused_add_rmsnorm": "norm/__init__.py",
     "gemma_rmsnorm": "norm/__init__.py",
+    "gemma_fused_add_rmsnorm": "norm/__init__.py",
     "silu_and_mul": "activation.py",
     "gelu_tanh_and_mul": "activation.py",
     "apply_rope_with_cos_sin_cache_inplace": "rope.py",

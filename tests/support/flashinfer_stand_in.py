@@ -251,13 +251,21 @@ def gemma_rmsnorm(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def fused_add_rmsnorm(*args: Any, **kwargs: Any) -> None:
     """In place: the residual gets the sum, the input its norm."""
-    given = _bound("fused_add_rmsnorm", args, kwargs)
+    _add_normed(_bound("fused_add_rmsnorm", args, kwargs), 0.0)
+
+
+def gemma_fused_add_rmsnorm(*args: Any, **kwargs: Any) -> None:
+    """The same; the weight counts from 1."""
+    _add_normed(_bound("gemma_fused_add_rmsnorm", args, kwargs), 1.0)
+
+
+def _add_normed(given: Bound, more: float) -> None:
     x, residual = given["input"], given["residual"]
     assert x.ndim == residual.ndim == 2
     assert x.is_contiguous()
     total = x.float() + residual.float()
     residual.copy_(total.to(residual.dtype))
-    x.copy_(_normed(total, given["weight"], given["eps"]).to(x.dtype))
+    x.copy_(_normed(total, given["weight"].float() + more, given["eps"]).to(x.dtype))
 
 
 def silu_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -277,7 +285,8 @@ def gelu_tanh_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def apply_rope(*args: Any, **kwargs: Any) -> None:
-    """In place; the two halves of a head are rotated together."""
+    """In place; the two halves of a head are rotated together, or of as many of its first values as the
+    cache has angles for."""
     given = _bound("apply_rope_with_cos_sin_cache_inplace", args, kwargs)
     assert given["cos_sin_cache"].dtype == torch.float32
     assert given["positions"].dtype in (torch.int32, torch.int64)
@@ -285,9 +294,10 @@ def apply_rope(*args: Any, **kwargs: Any) -> None:
     cos, sin = given["cos_sin_cache"][given["positions"]][:, None].chunk(2, dim=-1)
     for packed in (given["query"], given["key"]):
         heads = packed.view(len(packed), -1, given["head_size"])
-        first, second = heads.float().chunk(2, dim=-1)
+        rotated = heads[..., : given["cos_sin_cache"].shape[1]]
+        first, second = rotated.float().chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        heads.copy_(turned.to(heads.dtype))
+        rotated.copy_(turned.to(heads.dtype))
 
 
 def _touch(out: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -308,6 +318,7 @@ def flashinfer_module() -> tuple[Any, Any]:
     package.BatchAttentionWithAttentionSinkWrapper = StandInSinks
     package.rmsnorm, package.fused_add_rmsnorm = rmsnorm, fused_add_rmsnorm
     package.gemma_rmsnorm, package.gelu_tanh_and_mul = gemma_rmsnorm, gelu_tanh_and_mul
+    package.gemma_fused_add_rmsnorm = gemma_fused_add_rmsnorm
     package.silu_and_mul, package.apply_rope_with_cos_sin_cache_inplace = silu_and_mul, apply_rope
     package.mla = types.ModuleType("flashinfer.mla")
     package.mla.BatchMLAPagedAttentionWrapper = StandInLatent

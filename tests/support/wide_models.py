@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_configs import FAMILIES, MIXED
+from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
-DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3", "seed_oss")
+DENSE = (
+    *("cwm", "gemma2", "gemma3_text", "granite", "llama", "llama_yarn", "mistral", "phi3", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3"),
+)
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families whose whole decoder is replaced on CUDA; of mixtures all but routers and experts."""
 
@@ -16,7 +19,6 @@ WIDE = (
     *DENSE,
     "qwen3_moe",
     "mistral_window",
-    "gemma2",
     "gemma4_text",
     "gpt_oss",
     "deepseek_v3",
@@ -27,7 +29,7 @@ WIDE = (
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:
     """The family's tiny model with heads of 64, of Gemma 4's full layers 512, or latents of 512 + 64."""
-    config: Any = {**FAMILIES, **MIXED}[family]()
+    config: Any = {**FAMILIES, **MIXED, **SIMILAR}[family]()
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim

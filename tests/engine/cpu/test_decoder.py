@@ -20,7 +20,7 @@ from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_not_finite import poison
-from tests.support.driver import Driver, open_runner
+from tests.support.driver import Driver, open_pools
 
 try:
     ISAS = [isa for isa in machine_isas() if isa != "base"]
@@ -36,14 +36,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     set_isa(machine_isas()[-1])
 
 
-def fused(path: Path, weight_dtype: str = "auto") -> tuple[ModelRunner, Any]:
-    """A runner with a fused decoder, and its pool without garbage."""
-    runner, pool = open_runner(
+def fused(path: Path, weight_dtype: str = "auto") -> tuple[ModelRunner, list[Any]]:
+    """A runner with a fused decoder, and its pools without garbage."""
+    runner, pools = open_pools(
         path, PAGE, PAGES, dtype="bfloat16", attention="cpu", linear="packed", weight_dtype=weight_dtype
     )
     assert isinstance(runner.forward.decoder, FusedDecoder)
-    pool.bytes.zero_()
-    return runner, pool
+    for pool in pools.values():
+        pool.bytes.zero_()
+    return runner, list(pools.values())
 
 
 def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
@@ -63,9 +64,14 @@ def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
         ([300, 5], [0], [], []),  # the context of the one query is in several parts
     ],
 )
-@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("family", "weight_dtype"),
+    # Gemma's sums are normed, and its layers are of two groups with rotations of their own.
+    [("qwen3", "auto"), ("qwen3", "int8"), ("gemma3_text", "auto"), ("smollm3", "auto")],
+)
 def test_rows_that_are_read(
     isa: str,
+    family: str,
     weight_dtype: str,
     counts: list[int],
     sampled: list[int],
@@ -73,8 +79,8 @@ def test_rows_that_are_read(
     pooled: list[int],
     drawn: Drawn,
 ) -> None:
-    path, _ = drawn("qwen3")
-    (some, pool), (every, whole) = fused(path, weight_dtype), fused(path, weight_dtype)
+    path, _ = drawn(family)
+    (some, pools), (every, wholes) = fused(path, weight_dtype), fused(path, weight_dtype)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 256, count + 7).tolist() for count in counts]
     drivers = Driver(some, PAGES, PAGE), Driver(every, PAGES, PAGE)
@@ -97,7 +103,7 @@ def test_rows_that_are_read(
     assert torch.allclose(result[read], wanted[read], rtol=0.0, atol=0.03 * float(wanted.abs().max()))
     left = np.setdiff1d(np.arange(sum(counts)), read)
     assert not result[left].any()
-    assert torch.equal(pool.bytes, whole.bytes)
+    assert all(torch.equal(pool.bytes, whole.bytes) for pool, whole in zip(pools, wholes, strict=True))
     some.close()
     every.close()
 

@@ -17,15 +17,17 @@ try:
     check_packable()
 except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
-FUSED = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3", "seed_oss")
+FUSED = ("llama", "llama_yarn", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+FUSED_OTHERS = ("cwm", "gemma2", "gemma3_text", "granite", "mistral_window", "phi3_window", "smollm3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FUSED_OTHERS])
 def test_what_is_fused_and_packed_in_bfloat16(family, tmp_path):
     """What comes out of it: tests/engine/test_oracle_bfloat16.py."""
     loaded = load_model(EngineConfig(str(make_tiny(family, tmp_path, 3)), dtype="bfloat16"))
-    assert isinstance(loaded.model.model, FusedDecoder) == (family in FUSED)
-    assert isinstance(loaded.model.lm_head, PackedLinear)
+    assert isinstance(loaded.model.model, FusedDecoder) == (family in (*FUSED, *FUSED_OTHERS))
+    head = loaded.model.lm_head
+    assert isinstance(getattr(head, "head", head), PackedLinear)
 
 
 def test_float32_keeps_transformers_modules(tmp_path):
@@ -44,7 +46,7 @@ def test_the_fused_decoder_needs_both_cpu_backends(options, tmp_path):
 
 
 def test_heads_that_are_rotated_in_part_are_not_fused():
-    """The fused step takes a cosine for each pair of a head's elements."""
+    """Phi 3's alone are, by transformers, too."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     for parameters, want in ((rope, False), ({**rope, "partial_rotary_factor": 1.0}, True)):

@@ -13,14 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.cuda.layers import (
-    MLPS,
-    NORMS,
-    NORMS_PLUS_ONE,
     FlashInferMLP,
     FlashInferNorm,
     fusible_mlp,
     has_weight,
 )
+from engine.layer_classes import MLPS, NORMS, NORMS_PLUS_ONE
 from engine.loader import load_model
 from engine.module_replacements import ReplacementTable, apply_replacements, replacement_table
 from engine.runner import ModelRunner
