@@ -56,9 +56,9 @@ def attention_parts(attention: Any) -> AttentionParts:
     """Of the attention module of a layer."""
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     if hasattr(attention, "qkv_proj"):  # Phi 3
-        config, dim = attention.config, attention.head_dim
-        widths = (config.num_attention_heads * dim, *(config.num_key_value_heads * dim,) * 2)
-        return AttentionParts(attention.qkv_proj.weight.split(widths), None, q_norm, k_norm)
+        joined, width = attention.qkv_proj.weight, attention.num_key_value_heads * attention.head_dim
+        parts = joined[: -2 * width], joined[-2 * width : -width], joined[-width:]
+        return AttentionParts(parts, None, q_norm, k_norm)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     biased = attention.q_proj.bias is not None
     return AttentionParts(
@@ -72,8 +72,8 @@ def attention_parts(attention: Any) -> AttentionParts:
 def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of a gated MLP."""
     if hasattr(mlp, "gate_up_proj"):
-        gate, up = mlp.gate_up_proj.weight.chunk(2)
-        return gate, up
+        joined = mlp.gate_up_proj.weight
+        return joined[: len(joined) // 2], joined[len(joined) // 2 :]  # of a StoredTensor, too, not chunk()
     return mlp.gate_proj.weight, mlp.up_proj.weight
 
 
