@@ -187,15 +187,3 @@ def test_a_model_of_sliding_layers_only_has_a_full_group_of_no_layers(tmp_path: 
     assert isinstance(window, KVGroupSpec)
     assert (full.name, full.layer_ids, full.page_bytes(PAGE)) == ("full", (), 0)
     assert (window.name, window.layer_ids, window.window) == ("window", (0,), WINDOW)
-
-
-def test_a_windowed_decoder_is_not_fused(tmp_path: Path) -> None:
-    """The C++ decoder has one page table and sees all of it."""
-    for name, window in (("sliding", WINDOW), ("full", None)):
-        write_tiny(MistralConfig(**ONE_LAYER, sliding_window=window), tmp_path / name, 0)
-    replaced = {
-        name: load_model(EngineConfig(str(tmp_path / name), dtype="bfloat16")).replaced
-        for name in ("sliding", "full")
-    }
-    assert "MistralModel" not in replaced["sliding"]
-    assert set(replaced["full"]) in ({"MistralModel", "Linear"}, set())  # nothing where nothing can be packed
