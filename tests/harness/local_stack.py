@@ -169,6 +169,6 @@ def stack(
 def wait_for_workers(running: Stack, count: int, timeout_s: float = 30.0) -> None:
     """Until the router sees `count` workers."""
     deadline = time.monotonic() + timeout_s
-    while len(running.admin.get("/debug/workers").json()["workers"]) != count:
+    while len(seen := running.admin.get("/debug/workers").json()["workers"]) != count:
         if time.monotonic() >= deadline:
-            raise ChildFailed("the router does not see all workers")
+            raise ChildFailed(f"the router sees {len(seen)} workers, not {count}: {seen}")
