@@ -31,7 +31,7 @@ from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec
 from tests.engine.conftest import PROMPTS, TOKENS, Drawn
 from tests.support.driver import Driver, open_pools
-from tests.support.reference import reference_generate
+from tests.support.reference import draw_model, reference_generate
 from tests.support.tiny_models import write_tiny
 
 PAGE = 8
@@ -187,3 +187,16 @@ def test_a_model_of_sliding_layers_only_has_a_full_group_of_no_layers(tmp_path: 
     assert isinstance(window, KVGroupSpec)
     assert (full.name, full.layer_ids, full.page_bytes(PAGE)) == ("full", (), 0)
     assert (window.name, window.layer_ids, window.window) == ("window", (0,), WINDOW)
+
+
+def test_layers_may_differ_in_their_query_heads(tmp_path: Path) -> None:
+    """Laguna's do by their kind. A backend that believed the config would read and write past its tensors."""
+    prompt = list(range(70))
+    path, (expected,) = draw_model("laguna", tmp_path, 0, [prompt], 16)
+    runner, pools = open_pools(path, PAGE, PAGES, attention="auto")
+    assert [layer.query_heads for layer in load_model(EngineConfig(str(path))).attention] == [4, 2, 4, 2]
+    driver = Driver(runner, PAGES, PAGE, window_pool=pools["window"])
+    lane = driver.add(prompt)
+    driver.generate([lane], 16, chunk=13)
+    runner.close()
+    assert lane.outputs == expected

@@ -98,7 +98,6 @@ def check_tokens(path: Path, own: bool) -> None:
     assert next(step for step in recorder.steps if len(step.outputs.tokens) == 1).replays
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
 def test_tokens_in_float32_equal_generate(family: str, own: bool, tmp_path: Path) -> None:
     check_tokens(make_wide(family, tmp_path, 5), own)
