@@ -50,8 +50,12 @@ COMMON: dict[str, Any] = {
 
 
 def shapes() -> dict[str, PretrainedConfig]:
-    """By family, a model with the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router
-    and low-rank queries), Qwen3-Next-80B-A3B, Gemma 3 1B, Granite 3.3 2B and Phi-4-mini."""
+    """The models, by family."""
+    return {**_dense(), **_mixtures()}
+
+
+def _dense() -> dict[str, PretrainedConfig]:
+    """With the widths of Gemma 3 1B, Granite 3.3 2B and Phi-4-mini."""
     return {
         "gemma3": Gemma3TextConfig(
             **COMMON,
@@ -84,6 +88,13 @@ def shapes() -> dict[str, PretrainedConfig]:
             intermediate_size=8192,
             partial_rotary_factor=0.75,
         ),
+    }
+
+
+def _mixtures() -> dict[str, PretrainedConfig]:
+    """With the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router and low-rank queries)
+    and Qwen3-Next-80B-A3B."""
+    return {
         "qwen3_moe": Qwen3MoeConfig(
             **COMMON,
             hidden_size=2048,

@@ -28,8 +28,6 @@ void add_normed(float* to, const float* x, const float* weight, int64_t n, float
   for (int64_t i = 0; i < n; i += 16) store(to + i, mul_add(mul(load(x + i), by), load(weight + i), load(to + i)));
 }
 
-Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
-
 // gelu by tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)).
 Vec gelu_tanh(Vec x) {
   const Vec u = mul(mul(x, splat(2 * 0.7978845608f)), mul_add(mul(x, x), splat(0.044715f), splat(1.0f)));

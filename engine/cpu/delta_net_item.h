@@ -13,8 +13,6 @@ constexpr float kNormEps = 1e-6f;  // of the norms of queries and keys
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
-
 void apply_silu(float* x, int n) {
   for (int i = 0; i < n; i += 16) store(x + i, silu(load(x + i)));
 }

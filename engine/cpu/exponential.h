@@ -1,4 +1,4 @@
-// Exponentials of sixteen floats. Include vector_avx512.h or vector_avx2.h first.
+// Exponentials of sixteen floats, and silu. Include vector_avx512.h or vector_avx2.h first.
 #pragma once
 #include <initializer_list>
 
@@ -17,6 +17,8 @@ inline Vec exp_vector(Vec x) {
   p = add(mul_add(mul(p, r), r, r), splat(1.0f));
   return scale_by_power(p, n);
 }
+
+inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
 
 // 2^x for x <= 0, relative error 3e-6: the result is rounded to bfloat16.
 inline Vec power_of_two(Vec x) {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products
-from engine.decoder_parts import gate_and_up
+from engine.decoder_parts import gate_and_up, norm_eps
 from engine.layer_classes import NORMS_PLUS_ONE
 from engine.parallel.sums import SummedLinear
 
@@ -31,7 +31,7 @@ class FlashInferNorm(nn.Module):
         plus_one = type(norm).__name__ in NORMS_PLUS_ONE
         self._operator: Any = flashinfer.gemma_rmsnorm if plus_one else flashinfer.rmsnorm
         self.weight = norm.weight
-        self._eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        self._eps = norm_eps(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> the same shape."""

@@ -157,7 +157,8 @@ def _granite_moe(draw: ShapeDraw) -> Keys:
     keys = _granite(draw)
     del keys["mlp_bias"]
     experts = draw.experts("num_local_experts")
-    return {**keys, **experts, "intermediate_size": experts.pop("moe_intermediate_size")}
+    experts["intermediate_size"] = experts.pop("moe_intermediate_size")
+    return {**keys, **experts}
 
 
 def _granite_moe_shared(draw: ShapeDraw) -> Keys:
