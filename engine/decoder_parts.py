@@ -1,4 +1,4 @@
-"""The parts of Llama-shaped transformers decoders, for those who compute whole decoders themselves."""
+"""The parts of Llama-shaped transformers decoders, for those who compute decoders themselves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch import nn
 from engine.attention_layers import attention_layers
 from engine.layer_classes import NORMS_PLUS_ONE
 
-DENSE = (
-    *("CwmModel", "Gemma2Model", "Gemma3TextModel", "GraniteModel", "LlamaModel", "MistralModel"),
-    *("Phi3Model", "Qwen2Model", "Qwen3Model", "SeedOssModel", "SmolLM3Model"),
+DECODERS = (
+    *("ApertusModel", "ArceeModel", "CwmModel", "Dots1Model", "ExaoneMoeModel", "Gemma2Model"),
+    *("Gemma3TextModel", "Glm4MoeModel", "GptOssModel", "GraniteModel", "GraniteMoeModel", "HYV3Model"),
+    *("HyperCLOVAXModel", "Kolibri1Model", "LlamaModel", "MellumModel", "MistralModel", "MixtralModel"),
+    *("Phi3Model", "Qwen2Model", "Qwen2MoeModel", "Qwen3Model", "Qwen3MoeModel", "SeedOssModel"),
+    *("SmolLM3Model", "SolarOpenModel"),
 )
-"""The transformers classes of which these are the parts, with a gated MLP in each layer."""
+"""The transformers classes of which these are the parts. An MLP may be any module."""
+ROTATED_IN_PART = ("Glm4MoeModel", "Phi3Model")
+"""Those of which the first values of a head may be rotated alone."""
 
 
 class Rope(NamedTuple):
@@ -41,6 +46,7 @@ class AttentionParts:
     qkv_bias: tuple[torch.Tensor, ...] | None
     q_norm: Any
     k_norm: Any
+    sinks: torch.Tensor | None  # [query heads]: logits that join each softmax
 
 
 class Norms(NamedTuple):
@@ -54,18 +60,17 @@ class Norms(NamedTuple):
 
 def attention_parts(attention: Any) -> AttentionParts:
     """Of the attention module of a layer."""
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    others = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "sinks"))
     if hasattr(attention, "qkv_proj"):  # Phi 3
         joined, width = attention.qkv_proj.weight, attention.num_key_value_heads * attention.head_dim
         parts = joined[: -2 * width], joined[-2 * width : -width], joined[-width:]
-        return AttentionParts(parts, None, q_norm, k_norm)
+        return AttentionParts(parts, None, *others)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     biased = attention.q_proj.bias is not None
     return AttentionParts(
         tuple(projection.weight for projection in projections),
         tuple(projection.bias for projection in projections) if biased else None,
-        q_norm,
-        k_norm,
+        *others,
     )
 
 
@@ -77,16 +82,47 @@ def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return mlp.gate_proj.weight, mlp.up_proj.weight
 
 
+def layer_mlp(layer: Any) -> Any:
+    """The MLP, or mixture of experts, of a decoder layer."""
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Whether a layer's MLP is a mixture of experts."""
+    return hasattr(mlp, "experts")
+
+
+def mlp_outputs(mlp: Any, rows: torch.Tensor) -> torch.Tensor:
+    """rows [T, hidden] -> the same shape."""
+    outputs = mlp(rows[None])
+    if isinstance(outputs, tuple):  # that of gpt-oss returns its router's scores, too
+        outputs = outputs[0]
+    result: torch.Tensor = outputs.view(rows.shape)
+    return result
+
+
+_NORMS = {
+    "pre_feedforward_layernorm": Norms(  # Gemma
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "post_self_attn_layernorm": Norms(  # Kolibri
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    ),
+    "post_norm1": Norms("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    "feedforward_layernorm": Norms("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
+    "input_layernorm": Norms("input_layernorm", None, "post_attention_layernorm", None),
+}
+"""A name that a layer has -> the names of its norms. The first one counts."""
+
+
 def layer_norms(layer: Any) -> Norms:
     """Of a decoder layer."""
-    if not hasattr(layer, "pre_feedforward_layernorm"):
-        return Norms(layer.input_layernorm, None, layer.post_attention_layernorm, None)
-    return Norms(  # Gemma
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        layer.pre_feedforward_layernorm,
-        layer.post_feedforward_layernorm,
-    )
+    names = next(names for sign, names in _NORMS.items() if hasattr(layer, sign))
+    found = [None if name is None else getattr(layer, name) for name in names]
+    return Norms(*(None if isinstance(norm, nn.Identity) else norm for norm in found))  # HyperCLOVA X
 
 
 def norm_weight(norm: Any) -> torch.Tensor:
@@ -118,10 +154,18 @@ def places(model: Any) -> list[Place]:
     for facts, layer in zip(attention_layers(model, {}), model.layers, strict=True):
         group = int(facts.window is not None)
         rope = 0 if kinds == [""] else kinds.index(model.config.layer_types[facts.layer])
-        rotates = getattr(layer.self_attn, "use_rope", True)  # not in all layers of SmolLM 3
-        result.append(Place(group, counts[group], rope if rotates else None))
+        result.append(Place(group, counts[group], rope if _rotates(layer.self_attn) else None))
         counts[group] += 1
     return result
+
+
+def _rotates(attention: Any) -> bool:
+    """Whether a layer's q and k are rotated."""
+    if hasattr(attention, "use_rope"):  # SmolLM 3
+        return bool(attention.use_rope)
+    if hasattr(attention, "is_sliding"):  # EXAONE and Kolibri: those with a window, if there are some
+        return attention.sliding_window is None or attention.is_sliding
+    return True
 
 
 def embedding(model: Any) -> nn.Embedding:

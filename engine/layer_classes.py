@@ -39,6 +39,26 @@ EXPERTS = (
 )
 """Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each."""
 
+ROUTERS = (
+    "GptOssTopKRouter",
+    "GraniteMoeHybridTopKRouter",
+    "GraniteMoeSWATopKRouter",
+    "GraniteMoeSharedTopKRouter",
+    "GraniteMoeTopKRouter",
+    "LagunaTopKRouter",
+    "Lfm2MoeTopKRouter",
+    "MellumTopKRouter",
+    "MiniMaxM2TopKRouter",
+    "Mistral4TopkRouter",
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+    "Qwen3NextTopKRouter",
+    "Qwen3_5MoeTopKRouter",
+)
+"""Routers that multiply with their weight in the model's dtype. Others do so in float32."""
+
 NORMS = (
     "AXK1RMSNorm",
     "AfmoeRMSNorm",

@@ -31,17 +31,13 @@ from engine.config import EngineConfig
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.model_config import read_config
-from engine.module_replacements import (
-    apply_replacements,
-    check_weight_dtype,
-    replacement_table,
-    takes_stored_weights,
-)
+from engine.module_replacements import check_weight_dtype, replacement_table, takes_stored_weights
 from engine.parallel.group import RankGroup
 from engine.parallel.head import divide_head
 from engine.parallel.shard import Shard
 from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
+from engine.replacement_table import apply_replacements
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
 from kvcache.layout import stored_as

@@ -73,6 +73,7 @@ class AttendsHeads(Protocol):
         v_new: torch.Tensor,
         out: torch.Tensor,
         inputs: HeadInputs,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """forward(), with norms and rotary embedding of q and k before it."""
         ...

@@ -30,10 +30,11 @@ from engine.config import EngineConfig
 from engine.cuda import triton_kernels
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
-from engine.module_replacements import apply_replacements, replacement_table
+from engine.module_replacements import replacement_table
 from engine.parallel.group import side_by_side
 from engine.ranks.messages import Compute, LoadPart
 from engine.ranks.rank import ModelPart
+from engine.replacement_table import apply_replacements
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
 from kvcache.divided import pool_of_parts

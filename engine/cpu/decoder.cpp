@@ -21,7 +21,7 @@ int baton_layer_weights_bytes() { return sizeof(baton::LayerWeights); }
 
 int64_t baton_decoder_scratch_bytes(const baton::DecoderCall* call) { return kernels().scratch_bytes(*call); }
 
-void baton_decoder(const baton::DecoderCall* call) { kernels().run(*call); }
+int baton_decoder(baton::DecoderCall* call, int computed) { return kernels().run(*call, computed); }
 }
 
 #endif

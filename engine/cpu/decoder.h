@@ -11,7 +11,7 @@ namespace baton {
 struct LayerWeights {
   Weights qkv;      // q, k and v are one pack
   Weights out;
-  Weights gate_up;  // groups of 16 gate and 16 up outputs alternate
+  Weights gate_up;  // groups of 16 gate and 16 up outputs alternate. Without a pack: the MLP is computed outside
   Weights down;
   const float* input_norm;  // [hidden]
   const float* mlp_norm;
@@ -21,6 +21,7 @@ struct LayerWeights {
   const float* k_norm;
   const float* qkv_bias;  // [(heads + 2 kv_heads) * head_dim], or null
   const float* out_bias;  // [hidden], or null
+  const float* sinks;     // [heads]: AttentionCall::sinks, or null
   int32_t group;  // of DecoderCall::groups
   int32_t place;  // among the layers of its group
   int32_t rope;   // which table of cosines and sines; < 0: q and k are not rotated
@@ -38,6 +39,13 @@ constexpr int kGroups = 2;  // layers that see all tokens, and layers with a win
 
 enum Activation : int32_t { kSilu, kGeluTanh };
 
+// A layer's MLP that is computed outside, as a mixture of experts is.
+struct OutsideMlp {
+  bf16* inputs;         // [rows, hidden] to fill: hidden states after the layer's norm
+  const bf16* outputs;  // [rows, hidden]: what is added to the residual, after its norm if there is one
+  int64_t rows;         // to set: all tokens, or those that are read
+};
+
 // Parts of a step whose time can be counted. The time of a norm that every thread computes for itself is counted in the
 // part that follows.
 enum Part { kQkv, kRope, kAttention, kOut, kGateUp, kDown, kNorm, kParts };
@@ -52,6 +60,7 @@ struct DecoderCall {
   const float* sin;
   char* scratch;            // baton_decoder_scratch_bytes() bytes, aligned to 64
   LayerGroup groups[kGroups];  // of the same heads
+  OutsideMlp mlp;              // room for the inputs of all tokens, if there is such a layer
   const int64_t* reads;       // [read_count] the rows whose hidden states are read, ascending
   const int64_t* read_starts; // [seqs + 1] sequence s's are reads[read_starts[s]] ..., its last new tokens or none
   int64_t read_count;
@@ -69,7 +78,9 @@ struct DecoderCall {
 
 struct DecoderKernels {
   int64_t (*scratch_bytes)(const DecoderCall& call);
-  void (*run)(const DecoderCall& call);
+  // From the MLP after layer `computed`, or from the first layer if it is -1, to the next MLP that is computed outside.
+  // Returns its layer, or layer_count when the result is there. The memory of the call is not touched in between.
+  int (*run)(DecoderCall& call, int computed);
 };
 extern const DecoderKernels decoder_avx2;
 extern const DecoderKernels decoder_avx512;

@@ -1,7 +1,8 @@
-"""A dense Llama-shaped decoder whose whole forward is one C++ call (decoder_item.h).
+"""A Llama-shaped decoder whose forward is C++ (decoder_item.h), but for mixtures of experts.
 
-Python computes only the embedding look-up and the rotary angles. With transformers modules, the Python code
-of 28 layers takes milliseconds per step.
+Python computes the embedding look-up and the rotary angles. With transformers modules, the Python code of 28
+layers takes milliseconds per step. A model with gated MLPs is one call. Any other MLP is computed outside: a
+mixture, router and experts, stays transformers'. There the call returns, and the next one goes on after it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights
 from engine.cpu.op import AttentionCall, kernels
 from engine.decoder_parts import (
-    DENSE,
+    DECODERS,
+    ROTATED_IN_PART,
     Place,
     attention_parts,
     embedding,
     embedding_scale,
     gate_and_up,
+    is_mixture,
+    layer_mlp,
     layer_norms,
+    mlp_outputs,
     norm_eps,
     norm_weight,
     places,
@@ -47,7 +52,7 @@ class LayerWeights(ctypes.Structure):
     _fields_ = (
         *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "out_norm", "down_norm")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "qkv_bias", "out_bias")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "qkv_bias", "out_bias", "sinks")),
         *((name, ctypes.c_int32) for name in ("group", "place", "rope")),
     )
 
@@ -63,6 +68,12 @@ class LayerGroup(ctypes.Structure):
     )
 
 
+class OutsideMlp(ctypes.Structure):
+    """`baton::OutsideMlp` in decoder.h."""
+
+    _fields_ = (("inputs", ctypes.c_void_p), ("outputs", ctypes.c_void_p), ("rows", ctypes.c_int64))
+
+
 class DecoderCall(ctypes.Structure):
     """`baton::DecoderCall` in decoder.h."""
 
@@ -70,6 +81,7 @@ class DecoderCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "residual", "result", "cos", "sin")),
         ("scratch", ctypes.c_void_p),
         ("groups", LayerGroup * 2),
+        ("mlp", OutsideMlp),
         ("reads", ctypes.c_void_p),
         ("read_starts", ctypes.c_void_p),
         ("read_count", ctypes.c_int64),
@@ -86,12 +98,10 @@ def fusible(model: Any) -> bool:
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        type(model).__name__ in DENSE
+        type(model).__name__ in DECODERS
         and not is_divided(model)
-        and _activation(config) in ACTIVATIONS
-        and not getattr(config, "mlp_bias", False)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
-        and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))
+        and config.hidden_size % 32 == 0
         and config.num_attention_heads * head_dim % 32 == 0
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
@@ -103,14 +113,24 @@ def _activation(config: Any) -> str:
     return getattr(config, "hidden_activation", None) or str(config.hidden_act)
 
 
+def _gated_width(mlp: Any, config: Any) -> int | None:
+    """The width of a gated MLP that is computed here. None: it is computed outside."""
+    if is_mixture(mlp) or not (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj")):
+        return None
+    width = len(gate_and_up(mlp)[0])
+    plain = all(module.bias is None for module in mlp.children() if isinstance(module, nn.Linear))
+    return width if plain and width % 32 == 0 and _activation(config) in ACTIVATIONS else None
+
+
 def _rotates(model: Any, head_dim: int) -> bool:
-    """Whether all values of a head are rotated. Of Phi 3 the first ones may be."""
+    """Whether all values of a head are rotated, or the first ones, where transformers does that, too."""
     widths = {2 * len(rope.frequencies) for rope in ropes(model).values()}
-    return widths == {head_dim} or (type(model).__name__ == "Phi3Model" and len(widths) == 1)
+    return widths == {head_dim} or (type(model).__name__ in ROTATED_IN_PART and len(widths) == 1)
 
 
 class FusedDecoder(nn.Module):
-    """Replaces a `fusible` model. Keeps its embedding and rotary frequencies, and packs its other weights."""
+    """Replaces a `fusible` model. Keeps its embedding, rotary frequencies and those of its MLPs that are
+    computed outside, and packs its other weights."""
 
     def __init__(self, model: Any, packer: Packer) -> None:
         super().__init__()
@@ -122,9 +142,18 @@ class FusedDecoder(nn.Module):
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
         assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
+        widths = [_gated_width(layer_mlp(layer), model.config) for layer in model.layers]
+        intermediate = next(filter(None, widths), 0)
+        self.outside = nn.ModuleDict()
         self._layers = (LayerWeights * len(model.layers))()
         for i, place in enumerate(places(model)):
-            self._fill(self._layers[i], model.layers[i], place)
+            layer = model.layers[i]
+            self._fill(self._layers[i], layer, place)
+            if widths[i] == intermediate:
+                self._fill_mlp(self._layers[i], layer_mlp(layer))
+            else:
+                self.outside[str(i)] = layer_mlp(layer)
+            del layer
             model.layers[i] = nn.Identity()  # frees the original weights, which are packed now
             return_freed_memory()
         self._call = DecoderCall(
@@ -132,10 +161,10 @@ class FusedDecoder(nn.Module):
             final_norm=self._vector(norm_weight(model.norm)),
             layer_count=len(self._layers),
             hidden=model.config.hidden_size,
-            intermediate=model.config.intermediate_size,
+            intermediate=intermediate,
             ropes=len(self._ropes),
             rotary=2 * len(self._ropes[0].frequencies),
-            activation=ACTIVATIONS[_activation(model.config)],
+            activation=ACTIVATIONS.get(_activation(model.config), 0),  # 0: no MLP is computed here
             residual_scale=residual_scale(model),
             eps=norm_eps(model.norm),
         )
@@ -173,8 +202,23 @@ class FusedDecoder(nn.Module):
         if needed + 64 > len(self._scratch):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         call.scratch = -(-self._scratch.data_ptr() // 64) * 64
-        self._library.baton_decoder(ctypes.byref(call))
+        self._run(call, residual.shape)
         return DecoderOutput(result[None])
+
+    def _run(self, call: DecoderCall, shape: torch.Size) -> None:
+        """`shape`: of hidden states, [T, hidden]."""
+        address = ctypes.byref(call)
+        if not self.outside:
+            self._library.baton_decoder(address, -1)
+            return
+        inputs = torch.empty(shape, dtype=torch.bfloat16)
+        call.mlp.inputs = inputs.data_ptr()
+        layer = self._library.baton_decoder(address, -1)
+        while layer < call.layer_count:
+            outputs = mlp_outputs(self.outside[str(layer)], inputs[: call.mlp.rows]).contiguous()
+            assert outputs.dtype == torch.bfloat16
+            call.mlp.outputs = outputs.data_ptr()
+            layer = self._library.baton_decoder(address, layer)
 
     def start_profile(self) -> None:
         """Start to measure the time of each part of a step, from zero."""
@@ -200,8 +244,6 @@ class FusedDecoder(nn.Module):
         attention, norms = attention_parts(layer.self_attn), layer_norms(layer)
         into.qkv = self._pack_rows(attention.qkv)
         into.out = self._pack_rows([layer.self_attn.o_proj.weight])
-        into.gate_up = self._pack_alternating(*gate_and_up(layer.mlp))
-        into.down = self._pack_rows([layer.mlp.down_proj.weight])
         into.input_norm, into.out_norm = self._norm(norms.before_attention), self._norm(norms.after_attention)
         into.mlp_norm, into.down_norm = self._norm(norms.before_mlp), self._norm(norms.after_mlp)
         into.q_norm, into.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
@@ -209,8 +251,14 @@ class FusedDecoder(nn.Module):
             into.qkv_bias = self._vector(torch.cat(attention.qkv_bias))
         if layer.self_attn.o_proj.bias is not None:
             into.out_bias = self._vector(layer.self_attn.o_proj.bias)
+        if attention.sinks is not None:
+            into.sinks = self._vector(attention.sinks)
         into.group, into.place = place.group, place.place
         into.rope = -1 if place.rope is None else place.rope
+
+    def _fill_mlp(self, into: LayerWeights, mlp: Any) -> None:
+        into.gate_up = self._pack_alternating(*gate_and_up(mlp))
+        into.down = self._pack_rows([mlp.down_proj.weight])
 
     def _norm(self, norm: Any) -> int | None:
         return None if norm is None else self._vector(norm_weight(norm))

@@ -1,12 +1,12 @@
-// Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region per step.
+// Llama-shaped decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region per step. At a layer whose
+// MLP is computed outside, as a mixture of experts is, the region ends before it, and the next one goes on after it.
 //
 // The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
-// synchronise at five barriers per layer, and at two more if what attention and MLPs add is normed. If there are few rows, every thread computes the norms of all rows itself,
-// which is cheaper than a barrier. Of a prefill chunk one hidden state is read, or none, but K and V of all tokens: the last
-// layer computes the rest for the rows that are read alone.
+// synchronise at five barriers per layer, and at two more if what attention and MLPs add is normed. If there are few rows,
+// every thread computes the norms of all rows itself, which is cheaper than a barrier. Of a prefill chunk one hidden state
+// is read, or none, but K and V of all tokens: the last layer computes the rest for the rows that are read alone.
 // Compiled once per instruction set: BATON_DECODER names the table it fills.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -14,42 +14,15 @@
 
 #include "decoder.h"
 #include "decoder_memory.h"
+#include "decoder_residual.h"
 #include "decoder_rows.h"
 #include "exponential.h"
-#include "isa.h"
 #include "linear.h"
 
 namespace baton {
 namespace {
 
 using Heads = std::pair<int, int>;  // [first, last) of the heads of q, k and v, in the order of the pack
-
-// Adds the time since the last mark to a part, on the first thread only.
-class Clock {
- public:
-  Clock(const Team& team, double* parts) : parts_(team.index == 0 ? parts : nullptr), last_(now()) {}
-  void mark(Part part) {
-    if (parts_ == nullptr) return;
-    const double at = now();
-    parts_[part] += at - last_;
-    last_ = at;
-  }
-
- private:
-  static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-  double* parts_;
-  double last_;
-};
-
-bool all_bfloat16(const DecoderCall& call) {
-  return std::all_of(call.layers, call.layers + call.layer_count, [](const LayerWeights& layer) {
-    for (const Weights* weights : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
-      if (weights->format != kBFloat16Pack) return false;
-    return true;
-  });
-}
 
 // The attention plans of the groups, for one batch.
 class Plans {
@@ -67,56 +40,80 @@ class Plans {
 class Decoder {
  public:
   Decoder(const DecoderCall& call, Plans& plans)
-      : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.format == kInt8Pack),
-        tiled_(current_isa() >= kAmx && all_bfloat16(call)), plans_(plans), batch_(last_attention(call)) {
-    Arena arena(call.scratch);
-    buffers_ = take_buffers(arena, call);
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), plans_(plans), batch_(last_attention(call)),
+        buffers_(take_buffers(call)), residual_(call, shape_, buffers_) {}
+  Decoder(const Decoder&) = delete;  // its residual refers to it
+
+  // Computes layers [first, last).
+  void run(Team& team, int first, int last, Clock& clock) const {
+    for (int layer = first; layer < last; ++layer) {
+      attention_block(team, layer, clock);
+      mlp_block(team, layer, clock);
+    }
   }
 
-  // Computes the first `layers` layers.
-  void run(Team& team, int layers, Clock& clock) const {
-    for (int layer = 0; layer < layers; ++layer) {
-      const LayerWeights& weights = call_.layers[layer];
-      const bf16* normed = norm(team, weights.input_norm, clock);
-      project(team, weights, normed, all_heads(), clock);
-      const AttentionCall attention = of_layer(weights);
-      plans_.of(weights).write(team, attention);
-      team.barrier();
-      rest_of_layer(team, weights, attention, clock);
-    }
+  // What comes before the MLP of a layer.
+  void attention_block(Team& team, int layer, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[layer];
+    const bf16* normed = residual_.norm(team, weights.input_norm, clock);
+    project(team, weights, normed, {0, batch_.heads + 2 * batch_.kv_heads}, clock);
+    const AttentionCall attention = of_layer(weights);
+    plans_.of(weights).write(team, attention);
+    team.barrier();
+    attend(team, weights, attention, clock);
   }
 
   // K and V of the last layer, and the results of rows that are not read. The caller's next barrier comes before
   // the rows that are read go on.
   void write_last(Team& team, Clock& clock) const {
     const LayerWeights& weights = last_layer(call_);
-    const bf16* normed = norm(team, weights.input_norm, clock);
+    const bf16* normed = residual_.norm(team, weights.input_norm, clock);
     project(team, weights, normed, {batch_.heads, batch_.heads + 2 * batch_.kv_heads}, clock);
     plans_.of(weights).write(team, of_layer(weights));
-    each_row(team, [&](int64_t t) { check_row(t); });
+    residual_.each_row(team, [&](int64_t t) { check_row(t); });
   }
 
-  // The rest of the last layer, after its K and V.
-  void run_last(Team& team, Clock& clock) const {
+  // What comes between the K and V of the last layer and its MLP.
+  void attend_last(Team& team, Clock& clock) const {
     const LayerWeights& weights = last_layer(call_);
-    const bf16* normed = norm(team, weights.input_norm, clock);
+    const bf16* normed = residual_.norm(team, weights.input_norm, clock);
     project(team, weights, normed, {0, batch_.heads}, clock);
-    rest_of_layer(team, weights, of_layer(weights), clock);
+    attend(team, weights, of_layer(weights), clock);
+  }
+
+  void mlp_block(Team& team, int layer, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[layer];
+    const bf16* normed = residual_.norm(team, weights.mlp_norm, clock);
+    auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
+      for (int r = 0; r < rows; ++r) {
+        const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
+        store(buffers_.activated + residual_.place(first + r, group / 2 * kGroup, shape_.intermediate),
+              mul(call_.activation == kSilu ? silu(gate) : gelu_tanh(gate), up));
+      }
+    };
+    matmul(team, residual_.input(team, normed, shape_.hidden), shape_.tokens, weights.gate_up, shape_.hidden,
+           2 * shape_.intermediate / kGroup, activate);
+    team.barrier();
+    clock.mark(kGateUp);
+    residual_.add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr, weights.down_norm);
+    clock.mark(kDown);
+  }
+
+  // The inputs of an MLP that is computed outside, and what it adds.
+  void fill_inputs(const Team& team, int layer, Clock& clock) const {
+    residual_.norm_to(team, call_.layers[layer].mlp_norm, call_.mlp.inputs, nullptr, clock);
+  }
+  void add_outputs(Team& team, int layer, Clock& clock) const {
+    residual_.add_rows(team, call_.mlp.outputs, call_.layers[layer].down_norm);
+    clock.mark(kDown);
   }
 
   // `rows`: where the result of each row goes; null: to its own place.
-  void finish(Team& team, const int64_t* rows, Clock& clock) const {
-    each_row(team, [&](int64_t t) {
-      bf16* to = call_.result + (rows != nullptr ? rows[t] : t) * shape_.hidden;
-      baton::norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, to);
-    });
-    clock.mark(kNorm);
+  void finish(const Team& team, const int64_t* rows, Clock& clock) const {
+    residual_.norm_to(team, call_.final_norm, call_.result, rows, clock);
   }
 
  private:
-  float* row(int64_t t) const { return call_.residual + t * shape_.hidden; }
-  Heads all_heads() const { return {0, batch_.heads + 2 * batch_.kv_heads}; }
-
   AttentionCall of_layer(const LayerWeights& layer) const {
     const LayerGroup& group = call_.groups[layer.group];
     AttentionCall attention = *group.attention;
@@ -127,6 +124,7 @@ class Decoder {
     attention.q_head = attention.k_head = attention.v_head = shape_.head_dim;
     attention.out = buffers_.attended;
     attention.out_token = shape_.q;
+    attention.sinks = layer.sinks;
     attention.k = group.tiles + layer.place * group.layer_bytes;
     attention.v = group.tiles + layer.place * group.layer_bytes + group.v_bytes;
     return attention;
@@ -141,59 +139,13 @@ class Decoder {
     if (!all_finite(key, shape_.qkv - shape_.q)) store_float(result[0], NAN);
   }
 
-  template <typename F>
-  void each_row(const Team& team, F f) const {
-    int64_t first, last;
-    team.split(shape_.tokens, first, last);
-    for (int64_t t = first; t < last; ++t) f(t);
-  }
-
-  // The index of column `column` of row `t` in the left side [tokens, k] of a product.
-  int64_t place(int64_t t, int64_t column, int64_t k) const {
-    return tiled_ ? Tiling{shape_.tokens, k}.place(t, column) : t * k + column;
-  }
-
-  // A left side. Many rows are rounded for int8 weights together; every product ends at a barrier, so its rows are free then.
-  Input input(Team& team, const bf16* rows, int64_t k) const {
-    Input a{rows, k, tiled_};
-    if (int8_ && !few_) a.rounded = rounded_together(team, a, shape_.tokens, k, buffers_.rounded);
-    return a;
-  }
-
-  // Returns attention's result in the format that the next product reads.
-  const bf16* retile(Team& team) const {
-    if (!tiled_ || shape_.tokens == 1) return buffers_.attended;
-    tiled_together(team, {buffers_.attended, shape_.q, false}, shape_.tokens, shape_.q, buffers_.retiled);
-    return buffers_.retiled;
-  }
-
-  // Returns normed rows for the next product: this thread's own copy if there are few, else a shared one.
-  const bf16* norm(Team& team, const float* weight, Clock& clock) const {
-    const int64_t n = shape_.hidden;
-    if (few_) {
-      bf16* mine = buffers_.normed + team.index * shape_.tokens * n;
-      for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(t, weight, mine);
-      return mine;
-    }
-    each_row(team, [&](int64_t t) { norm_row(t, weight, buffers_.normed); });
-    team.barrier();
-    clock.mark(kNorm);
-    return buffers_.normed;
-  }
-
-  void norm_row(int64_t t, const float* weight, bf16* left_side) const {
-    const int64_t n = shape_.hidden;
-    baton::norm_row(row(t), weight, n, call_.eps, left_side + place(t, 0, n),
-                    tiled_ ? Tiling{shape_.tokens, n}.tile(t) : 32);
-  }
-
-  // From attention on, whose keys and values have been written.
-  void rest_of_layer(Team& team, const LayerWeights& weights, const AttentionCall& attention, Clock& clock) const {
+  // Attention, whose keys and values have been written, up to the residual.
+  void attend(Team& team, const LayerWeights& weights, const AttentionCall& attention, Clock& clock) const {
     plans_.of(weights).attend(team, attention);
     clock.mark(kAttention);
-    add_product(team, retile(team), shape_.q, weights.out, weights.out_bias, weights.out_norm);
+    const bf16* attended = residual_.retile(team);
+    residual_.add_product(team, attended, shape_.q, weights.out, weights.out_bias, weights.out_norm);
     clock.mark(kOut);
-    mlp_block(team, weights, clock);
   }
 
   // q, k and v of some heads, then a barrier.
@@ -203,7 +155,7 @@ class Decoder {
       clock.mark(kQkv);
       finish_heads(team, weights, heads);
     } else {
-      project_heads(team, weights, input(team, normed, shape_.hidden), heads);
+      project_heads(team, weights, residual_.input(team, normed, shape_.hidden), heads);
     }
     team.barrier();
     clock.mark(few_ ? kRope : kQkv);
@@ -217,7 +169,7 @@ class Decoder {
         std::memcpy(buffers_.projected + (first + r) * shape_.qkv + (from + group) * kGroup, c + r * ldc,
                     groups * kGroup * sizeof(float));
     };
-    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv.from_group(from, shape_.hidden),
+    matmul(team, residual_.input(team, normed, shape_.hidden), shape_.tokens, weights.qkv.from_group(from, shape_.hidden),
            shape_.hidden, count, store);
     team.barrier();
   }
@@ -268,92 +220,75 @@ class Decoder {
                 call_.eps, buffers_.qkv + t * shape_.qkv + head * dim);
   }
 
-  void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {
-    const bf16* normed = norm(team, weights.mlp_norm, clock);
-    auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
-      for (int r = 0; r < rows; ++r) {
-        const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
-        store(buffers_.activated + place(first + r, group / 2 * kGroup, shape_.intermediate),
-              mul(call_.activation == kSilu ? silu(gate) : gelu_tanh(gate), up));
-      }
-    };
-    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.gate_up, shape_.hidden,
-           2 * shape_.intermediate / kGroup, activate);
-    team.barrier();
-    clock.mark(kGateUp);
-    add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr, weights.down_norm);
-    clock.mark(kDown);
-  }
-
-  // residual += scale * norm(a * pack + bias), then a barrier. `weight`: of the norm; null: there is none.
-  void add_product(Team& team, const bf16* a, int64_t k, Weights pack, const float* bias, const float* weight) const {
-    const float scale = call_.residual_scale;
-    auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
-      for (int r = 0; r < rows; ++r) {
-        float* to = row(first + r) + group * kGroup;
-        for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * c[r * ldc + i];
-        if (bias != nullptr)
-          for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * bias[group * kGroup + i];
-      }
-    };
-    auto keep = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
-      for (int r = 0; r < rows; ++r) {
-        float* to = buffers_.added + (first + r) * shape_.hidden + group * kGroup;
-        for (int i = 0; i < groups * kGroup; ++i)
-          to[i] = c[r * ldc + i] + (bias != nullptr ? bias[group * kGroup + i] : 0.0f);
-      }
-    };
-    const Input left = input(team, a, k);
-    if (weight == nullptr) {
-      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
-    } else {
-      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, keep);
-      team.barrier();
-      each_row(team, [&](int64_t t) {
-        add_normed(row(t), buffers_.added + t * shape_.hidden, weight, shape_.hidden, call_.eps, scale);
-      });
-    }
-    team.barrier();
-  }
-
   const DecoderCall& call_;
   const Shape shape_;
   const bool few_;
-  const bool int8_;   // all packs are, or none
-  const bool tiled_;  // the rows of products are in AMX tiles
   Plans& plans_;
   const AttentionCall& batch_;  // its heads are those of all groups
-  Buffers buffers_;
+  const Buffers buffers_;
+  const Residual residual_;
 };
 
 int64_t scratch_bytes(const DecoderCall& call) { return reads_some(call) ? Reads(call).end : buffer_bytes(call); }
 
-void run_decoder(const DecoderCall& call) {
+// The first layer from `layer` on whose MLP is computed outside, or layer_count.
+int next_outside(const DecoderCall& call, int layer) {
+  while (layer < call.layer_count && call.layers[layer].gate_up.pack != nullptr) ++layer;
+  return layer;
+}
+
+// All tokens go through all layers, from the MLP after layer `computed` to that of layer `next`.
+void run_all(const DecoderCall& call, int computed, int next) {
   Plans plans(call);
   const Decoder decoder(call, plans);
-  const int threads = last_attention(call).threads;
-  if (!reads_some(call)) {
-    auto body = [&](Team& team) {
-      Clock clock(team, call.part_seconds);
-      decoder.run(team, call.layer_count, clock);
-      decoder.finish(team, nullptr, clock);
-    };
-    return parallel(threads, body);
-  }
-  const Reads reads(call);
-  Plans read_plans(reads.call);
-  const Decoder read(reads.call, read_plans);
   auto body = [&](Team& team) {
     Clock clock(team, call.part_seconds);
-    decoder.run(team, call.layer_count - 1, clock);
+    if (computed >= 0) decoder.add_outputs(team, computed, clock);
+    decoder.run(team, computed + 1, next, clock);
+    if (next == call.layer_count) return decoder.finish(team, nullptr, clock);
+    decoder.attention_block(team, next, clock);
+    decoder.fill_inputs(team, next, clock);
+  };
+  parallel(last_attention(call).threads, body);
+}
+
+// The last layer computes the rows that are read.
+int run_reads(DecoderCall& call, int computed, int next) {
+  const Reads reads(call);
+  Plans plans(call), read_plans(reads.call);
+  const Decoder decoder(call, plans), read(reads.call, read_plans);
+  const int last = call.layer_count - 1;
+  auto body = [&](Team& team) {
+    Clock clock(team, call.part_seconds);
+    if (computed == last) {
+      read.add_outputs(team, last, clock);
+      return read.finish(team, call.reads, clock);
+    }
+    if (computed >= 0) decoder.add_outputs(team, computed, clock);
+    decoder.run(team, computed + 1, std::min(next, last), clock);
+    if (next < last) {
+      decoder.attention_block(team, next, clock);
+      return decoder.fill_inputs(team, next, clock);
+    }
     decoder.write_last(team, clock);
     reads.take(team, call);
     team.barrier();
     if (call.read_count == 0) return;
-    read.run_last(team, clock);
+    read.attend_last(team, clock);
+    if (next == last) return read.fill_inputs(team, last, clock);
+    read.mlp_block(team, last, clock);
     read.finish(team, call.reads, clock);
   };
-  parallel(threads, body);
+  parallel(last_attention(call).threads, body);
+  return next == last && call.read_count == 0 ? call.layer_count : next;
+}
+
+int run_decoder(DecoderCall& call, int computed) {
+  const int next = next_outside(call, computed + 1);
+  call.mlp.rows = reads_some(call) && next == call.layer_count - 1 ? call.read_count : call.tokens;
+  if (reads_some(call)) return run_reads(call, computed, next);
+  run_all(call, computed, next);
+  return next;
 }
 
 }  // namespace

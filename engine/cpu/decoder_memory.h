@@ -81,6 +81,11 @@ int64_t buffer_bytes(const DecoderCall& call) {
   return arena.used();
 }
 
+Buffers take_buffers(const DecoderCall& call) {
+  Arena arena(call.scratch);
+  return take_buffers(arena, call);
+}
+
 // The rows that are read, as a call of their own for the last layer, in memory behind that of all.
 struct Reads {
   AttentionCall attention;

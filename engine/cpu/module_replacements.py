@@ -1,4 +1,4 @@
-"""The transformers modules that the CPU kernels replace (engine/module_replacements.py: apply_replacements).
+"""The transformers modules that the CPU kernels replace (engine/replacement_table.py: apply_replacements).
 
 They replace modules in bfloat16 only. In float32 transformers' own modules stay and only the attention is
 ours, so that greedy tokens equal those of transformers.
@@ -17,8 +17,10 @@ from engine.cpu import delta_net, experts
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
-from engine.decoder_parts import DENSE
-from engine.layer_classes import EXPERTS
+from engine.cpu.router import pack_router
+from engine.decoder_parts import DECODERS
+from engine.layer_classes import EXPERTS, ROUTERS
+from engine.replacement_table import ReplacementTable, apply_replacements
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -26,14 +28,7 @@ if TYPE_CHECKING:
 
 def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
     """Add the CPU's replacements, for one model. They add to `kept` the names of stored formats they take."""
-    replacements = CpuReplacements(kept)
-    for name in DENSE:
-        table[name] = replacements.decoder
-    for name in EXPERTS:
-        table[name] = replacements.experts
-    for name in delta_net.MODELS:
-        table[name] = replacements.delta_net
-    table["Linear"] = replacements.linear
+    table |= CpuReplacements(kept).table
 
 
 def check_packs(config: EngineConfig, dtype: torch.dtype) -> None:
@@ -63,19 +58,37 @@ class CpuReplacements:
     def __init__(self, kept: set[str] | None = None) -> None:
         self._kept = kept
         self._fused: FusedDecoder | None = None
+        self.table: ReplacementTable = {
+            **dict.fromkeys(DECODERS, self.decoder),
+            **dict.fromkeys(EXPERTS, self.experts),
+            **dict.fromkeys(ROUTERS, self.router),
+            **dict.fromkeys(delta_net.MODELS, self.delta_net),
+            "Linear": self.linear,
+        }
 
     def decoder(self, model: nn.Module, config: EngineConfig) -> nn.Module | None:
-        """Replace the whole decoder, if the C++ attention op can serve it."""
+        """Replace the whole decoder, if the C++ attention op can serve it, and what is left of its MLPs."""
         if not packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
-        self._fused = FusedDecoder(model, self._packer(config))
-        return self._fused
+        fused = FusedDecoder(model, self._packer(config))
+        apply_replacements(fused.outside, config, self.table)
+        self._fused = fused
+        return fused
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""
         if not packs(config) or not experts.fusible(module):
             return None
         return experts.PackedExperts(module, self._packer(config))
+
+    def router(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """Pack the weight of one router, which stays itself."""
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        if not packs(config) or not packable(weight):
+            return None
+        pack_router(module)
+        return module
 
     def delta_net(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the projections of one gated delta net, and replace its decode steps."""

@@ -104,8 +104,8 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_linear.restype = None
     library.baton_decoder_scratch_bytes.argtypes = [address]
     library.baton_decoder_scratch_bytes.restype = size
-    library.baton_decoder.argtypes = [address]
-    library.baton_decoder.restype = None
+    library.baton_decoder.argtypes = [address, ctypes.c_int]
+    library.baton_decoder.restype = ctypes.c_int
     library.baton_experts.argtypes = [address]
     library.baton_experts.restype = None
     library.baton_delta_net.argtypes = [address]

@@ -24,12 +24,15 @@ from engine.cuda.row_product import row_product
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.decoder_parts import (
-    DENSE,
+    DECODERS,
     Rope,
     attention_parts,
     embedding,
     embedding_scale,
+    is_mixture,
+    layer_mlp,
     layer_norms,
+    mlp_outputs,
     norm_eps,
     norm_weight,
     places,
@@ -42,16 +45,13 @@ from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLa
 from engine.parallel.sums import SummedExperts, SummedLinear
 from engine.positions import longest_context
 
-MODELS = (*DENSE, "MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel")
-"""The transformers classes that FlashInferDecoder computes."""
-
 
 def fusible(model: Any) -> bool:
     """Whether FlashInferDecoder computes the same as this transformers decoder."""
     config = model.config
     return (
-        type(model).__name__ in MODELS
-        and all(hasattr(layer.mlp, "experts") or fusible_mlp(layer.mlp) for layer in model.layers)
+        type(model).__name__ in DECODERS
+        and all(is_mixture(mlp) or fusible_mlp(mlp) for mlp in map(layer_mlp, model.layers))
         and _head_dim(config) in HEAD_DIMS
     )
 
@@ -152,7 +152,7 @@ class FlashInferDecoder(nn.Module):
         layer = self._layers[number]
         x = self._summand(layer.projected(attended), layer.out_norm)
         self._add_norm(x, residual, layer.mlp_norm, self._eps)
-        x = self._summand(self.mlps[number](x[None])[0], layer.down_norm)
+        x = self._summand(mlp_outputs(self.mlps[number], x), layer.down_norm)
         self._add_norm(x, residual, self._norms[number + 1], self._eps)
         return x
 
@@ -172,13 +172,13 @@ class FlashInferDecoder(nn.Module):
         backend, place = paged.of_layer[number]
         if isinstance(backend, AttendsHeads) and layer.is_rotated_whole:
             inputs = HeadInputs(layer.q_gain, layer.k_gain, self._eps, layer.rotary, positions)
-            backend.attend(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, inputs)
+            backend.attend(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, inputs, layer.sinks)
             return out.flatten(1)
         if layer.q_norm is not None:
             q, k = self._normed_heads(q, layer.q_norm, dim), self._normed_heads(k, layer.k_norm, dim)
         if layer.rotary is not None:
             self._apply_rope(positions, q, k, dim, layer.rotary)
-        backend.forward(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, None)
+        backend.forward(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, layer.sinks)
         return out.flatten(1)
 
     def _normed_heads(self, packed: torch.Tensor, norm: torch.Tensor | None, dim: int) -> torch.Tensor:
@@ -218,7 +218,8 @@ class _Layer:
         self.qkv_bias = None if parts.qkv_bias is None else _joined(parts.qkv_bias)
         self.out, self.out_bias = products.of(attention.o_proj.weight), attention.o_proj.bias
         self._summed = attention.o_proj if isinstance(attention.o_proj, SummedLinear) else None
-        self.mlp = _mlp(layer.mlp, products)
+        self.sinks = parts.sinks
+        self.mlp = _mlp(layer_mlp(layer), products)
         self.input_norm, self.mlp_norm = norms.before_attention.weight, norms.before_mlp.weight
         self.out_norm, self.down_norm = _weight(norms.after_attention), _weight(norms.after_mlp)
         self.q_norm, self.k_norm = _weight(parts.q_norm), _weight(parts.k_norm)
@@ -250,10 +251,11 @@ class _Layer:
 def _mlp(mlp: Any, products: Products) -> nn.Module:
     """A gated MLP in its fused form, or a mixture whose shared expert, if it has one, is such an MLP, and
     whose experts stay stored if they can."""
-    if not hasattr(mlp, "experts"):
+    if not is_mixture(mlp):
         return FlashInferMLP(mlp, products)
-    if hasattr(mlp, "shared_expert") and fusible_mlp(mlp.shared_expert):
-        mlp.shared_expert = FlashInferMLP(mlp.shared_expert, products)
+    for name in ("shared_expert", "shared_experts"):
+        if hasattr(mlp, name) and fusible_mlp(getattr(mlp, name)):
+            setattr(mlp, name, FlashInferMLP(getattr(mlp, name), products))
     holder = mlp.experts if isinstance(mlp.experts, SummedExperts) else mlp
     holder.experts = StoredExperts.of(holder.experts, products) or holder.experts
     mixture: nn.Module = mlp

@@ -82,6 +82,8 @@ def has_weight(norm: Any) -> bool:
 
 def fusible_mlp(mlp: Any) -> bool:
     """Whether FlashInferMLP computes the same as this module."""
+    if not hasattr(mlp, "gate_up_proj") and not hasattr(mlp, "gate_proj"):
+        return False
     into = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
     return _activation(mlp) in _GATES and all(part.bias is None for part in (*into, mlp.down_proj))
 

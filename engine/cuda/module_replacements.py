@@ -1,4 +1,4 @@
-"""The transformers modules that are replaced on CUDA (engine/module_replacements.py: apply_replacements).
+"""The transformers modules that are replaced on CUDA (engine/replacement_table.py: apply_replacements).
 
 In float16 and bfloat16 only: in float32 all layers stay transformers' own, so that greedy tokens equal
 theirs.
@@ -18,7 +18,7 @@ from torch import nn
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
-from engine.cuda.decoder import MODELS, FlashInferDecoder, fusible
+from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.cuda.layers import (
     FlashInferMLP,
     FlashInferNorm,
@@ -29,6 +29,7 @@ from engine.cuda.layers import (
 from engine.cuda.limits import DTYPES
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import Products
+from engine.decoder_parts import DECODERS
 from engine.layer_classes import EXPERTS, MLPS, NORMS, NORMS_PLUS_ONE
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
     """Add CUDA's replacements, for one model. They add to `kept` the names of stored formats they take."""
     products = Products(kept)
-    for name in MODELS:
+    for name in DECODERS:
         table[name] = partial(_replace, fusible, partial(FlashInferDecoder, products=products))
     for name in MLPS:
         table[name] = partial(_replace, fusible_mlp, partial(FlashInferMLP, products=products))

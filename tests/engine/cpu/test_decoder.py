@@ -21,7 +21,7 @@ from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_not_finite import poison
 from tests.support.driver import Driver, open_pools
-from tests.support.tiny_configs import MIXED
+from tests.support.tiny_configs import MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
 try:
@@ -29,6 +29,8 @@ try:
 except KernelsUnavailable as error:
     pytest.skip(f"no kernels: {error}", allow_module_level=True)
 PAGE, PAGES = 16, 60
+REVERSED = {"gemma3_text": "layer_types", "hy_v3": "mlp_layer_types"}
+"""Family -> a list of its config, of its layers, that is turned round here."""
 
 
 @pytest.fixture(params=ISAS)
@@ -69,8 +71,13 @@ def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "weight_dtype"),
     # Gemma's sums are normed, and its layers are of two groups with rotations of their own. The last
-    # one has the second, here.
-    [("qwen3", "auto"), ("qwen3", "int8"), ("gemma3_text", "auto"), ("smollm3", "auto")],
+    # one has the second, here. The MLPs of the others are computed outside: of llama_bias and Kolibri (whose
+    # sums are normed) all, of GLM the last one, of Hunyuan all but the last, here.
+    [
+        *(("qwen3", "auto"), ("qwen3", "int8"), ("gemma3_text", "auto"), ("smollm3", "auto")),
+        *(("llama_bias", "auto"), ("llama_bias", "int8"), ("kolibri1", "auto"), ("glm4_moe", "auto")),
+        *(("hy_v3", "auto"), ("gpt_oss", "auto")),
+    ],
 )
 def test_rows_that_are_read(
     isa: str,
@@ -83,9 +90,9 @@ def test_rows_that_are_read(
     drawn: Drawn,
     tmp_path: Path,
 ) -> None:
-    if family == "gemma3_text":
-        path, config = tmp_path / "model", MIXED[family]()
-        config.layer_types = config.layer_types[::-1]
+    if family in REVERSED:
+        path, config = tmp_path / "model", {**MIXED, **SIMILAR}[family]()
+        setattr(config, REVERSED[family], getattr(config, REVERSED[family])[::-1])
         write_tiny(config, path, 0)
     else:
         path, _ = drawn(family)

@@ -7,8 +7,10 @@ from transformers import LlamaConfig, LlamaModel
 
 from engine.config import EngineConfig
 from engine.cpu.decoder import FusedDecoder, fusible
+from engine.cpu.experts import PackedExperts
 from engine.cpu.linear import PackedLinear, check_packable
 from engine.cpu.op import KernelsUnavailable
+from engine.cpu.router import PackedWeight
 from engine.loader import load_model
 from tests.support.tiny_configs import FAMILIES
 from tests.support.tiny_models import make_tiny
@@ -17,8 +19,15 @@ try:
     check_packable()
 except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
-FUSED = ("llama", "llama_yarn", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
-FUSED_OTHERS = ("cwm", "gemma2", "gemma3_text", "granite", "mistral_window", "phi3_window", "smollm3")
+FUSED = (
+    *("gpt_oss", "llama", "llama_bias", "llama_yarn", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "seed_oss"),
+)
+FUSED_OTHERS = (
+    *("apertus", "arcee", "cwm", "dots1", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe", "granite"),
+    *("granitemoe", "hy_v3", "hyperclovax", "kolibri1", "mellum", "mistral_window", "phi3_window"),
+    *("smollm3", "solar_open"),
+)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *FUSED_OTHERS])
@@ -52,3 +61,24 @@ def test_heads_that_are_rotated_in_part_are_not_fused():
     for parameters, want in ((rope, False), ({**rope, "partial_rotary_factor": 1.0}, True)):
         model = LlamaModel(LlamaConfig(**shape, vocab_size=64, rope_parameters=parameters)).bfloat16()
         assert fusible(model) == want
+
+
+@pytest.mark.parametrize(
+    ("family", "outside"),
+    [("llama", ""), ("llama_bias", "012"), ("glm4_moe", "2"), ("gpt_oss", "0123"), ("arcee", "012")],
+)
+def test_mlps_that_are_not_gated_or_have_biases_are_computed_outside(family, outside, tmp_path):
+    loaded = load_model(EngineConfig(str(make_tiny(family, tmp_path, 3)), dtype="bfloat16"))
+    assert "".join(loaded.model.model.outside) == outside
+
+
+def test_routers_and_experts_of_a_fused_decoder_are_packed(tmp_path):
+    loaded = load_model(EngineConfig(str(make_tiny("gpt_oss", tmp_path, 3)), dtype="bfloat16"))
+    for mlp in loaded.model.model.outside.values():
+        assert isinstance(mlp.experts, PackedExperts)
+        assert isinstance(mlp.router.weight, PackedWeight)
+
+
+def test_experts_of_another_decoder_are_packed(tmp_path):
+    loaded = load_model(EngineConfig(str(make_tiny("qwen3_next", tmp_path, 3)), dtype="bfloat16"))
+    assert {"Qwen3NextTopKRouter", "Qwen3NextExperts"} <= set(loaded.replaced)

@@ -24,10 +24,11 @@ from engine.cuda import triton_kernels
 from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.graphs import DecodeLimits
 from engine.loader import LoadedModel, load_model
-from engine.module_replacements import apply_replacements, replacement_table
+from engine.module_replacements import replacement_table
 from engine.ranks.messages import LoadPart
 from engine.ranks.pools import own_part
 from engine.ranks.rank import ModelPart
+from engine.replacement_table import apply_replacements
 from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec
 from tests.engine.conftest import PROMPTS

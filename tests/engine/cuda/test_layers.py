@@ -20,7 +20,8 @@ from engine.cuda.layers import (
 )
 from engine.layer_classes import MLPS, NORMS, NORMS_PLUS_ONE
 from engine.loader import load_model
-from engine.module_replacements import ReplacementTable, apply_replacements, replacement_table
+from engine.module_replacements import replacement_table
+from engine.replacement_table import ReplacementTable, apply_replacements
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS
 from tests.support.driver import Driver, pools_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.module_replacements import ReplacementTable, apply_replacements
+from engine.replacement_table import ReplacementTable, apply_replacements
 
 CONFIG = EngineConfig("m")
 
