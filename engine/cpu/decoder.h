@@ -70,6 +70,7 @@ struct DecoderCall {
   int32_t intermediate;
   int32_t ropes;       // tables of cosines and sines
   int32_t rotary;      // values of a head that are rotated, the first ones
+  int32_t interleaved;  // whether they are rotated in pairs of neighbours, not of halves
   int32_t activation;  // of the gates: baton::Activation
   float residual_scale;  // of what attention and MLPs add to the residual
   float eps;

@@ -8,7 +8,7 @@ mixture, router and experts, stays transformers'. There the call returns, and th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from engine.cpu.linear import GROUP, Matrix, Packer, Weights
 from engine.cpu.op import AttentionCall, kernels
 from engine.decoder_parts import (
     DECODERS,
+    INTERLEAVED,
     ROTATED_IN_PART,
     Place,
     attention_parts,
@@ -87,7 +88,7 @@ class DecoderCall(ctypes.Structure):
         ("read_count", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
-        *((name, ctypes.c_int32) for name in ("ropes", "rotary", "activation")),
+        *((name, ctypes.c_int32) for name in ("ropes", "rotary", "interleaved", "activation")),
         *((name, ctypes.c_float) for name in ("residual_scale", "eps")),
         ("part_seconds", ctypes.c_void_p),
     )
@@ -100,13 +101,20 @@ def fusible(model: Any) -> bool:
     return (
         type(model).__name__ in DECODERS
         and not is_divided(model)
-        and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
+        and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in _parameters(model))
         and config.hidden_size % 32 == 0
         and config.num_attention_heads * head_dim % 32 == 0
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
         and _rotates(model, head_dim)
     )
+
+
+def _parameters(model: Any) -> Iterator[nn.Parameter]:
+    """All but those of mixtures, whose routers may be float32."""
+    mixtures = [layer_mlp(layer) for layer in model.layers if is_mixture(layer_mlp(layer))]
+    apart = {id(parameter) for mixture in mixtures for parameter in mixture.parameters()}
+    return (parameter for parameter in model.parameters() if id(parameter) not in apart)
 
 
 def _activation(config: Any) -> str:
@@ -164,6 +172,7 @@ class FusedDecoder(nn.Module):
             intermediate=intermediate,
             ropes=len(self._ropes),
             rotary=2 * len(self._ropes[0].frequencies),
+            interleaved=type(model).__name__ in INTERLEAVED,
             activation=ACTIVATIONS.get(_activation(model.config), 0),  # 0: no MLP is computed here
             residual_scale=residual_scale(model),
             eps=norm_eps(model.norm),

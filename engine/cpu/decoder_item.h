@@ -217,7 +217,7 @@ class Decoder {
     finish_head(projected, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
                 head < batch_.heads ? weights.q_norm : (is_value ? nullptr : weights.k_norm),
                 is_value || weights.rope < 0 ? nullptr : call_.cos + angles, call_.sin + angles, dim, call_.rotary,
-                call_.eps, buffers_.qkv + t * shape_.qkv + head * dim);
+                call_.interleaved != 0, call_.eps, buffers_.qkv + t * shape_.qkv + head * dim);
   }
 
   const DecoderCall& call_;

@@ -34,21 +34,17 @@ Vec gelu_tanh(Vec x) {
   return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), u))));
 }
 
-// Applies bias, norm and rotation (each may be null) to one head, of which `x` is lost, and rounds the result to `to`. The
-// first `rotary` values are rotated.
-void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, int rotary,
-                 float eps, bf16* to) {
-  if (bias != nullptr)
-    for (int d = 0; d < dim; d += 16) store(x + d, add(load(x + d), load(bias + d)));
-  if (norm != nullptr) {
-    const Vec scale = splat(1.0f / std::sqrt(mean_square(x, dim) + eps));
-    for (int d = 0; d < dim; d += 16) store(x + d, mul(load(x + d), mul(scale, load(norm + d))));
+// Rotates values in pairs of neighbours.
+void rotate_neighbours(const float* x, const float* cos, const float* sin, int half, bf16* to) {
+  for (int d = 0; d < half; ++d) {
+    const float low = x[2 * d], high = x[2 * d + 1];
+    store_float(to[2 * d], low * cos[d] - high * sin[d]);
+    store_float(to[2 * d + 1], high * cos[d] + low * sin[d]);
   }
-  if (cos == nullptr) {
-    for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
-    return;
-  }
-  const int half = rotary / 2;
+}
+
+// Rotates each value of the first half with its place in the second one.
+void rotate_halves(const float* x, const float* cos, const float* sin, int half, bf16* to) {
   for (int d = 0; d + 16 <= half; d += 16) {
     const Vec low = load(x + d), high = load(x + half + d), c = load(cos + d), s = load(sin + d);
     store(to + d, sub(mul(low, c), mul(high, s)));
@@ -59,6 +55,23 @@ void finish_head(float* x, const float* bias, const float* norm, const float* co
     store_float(to[d], low * cos[d] - high * sin[d]);
     store_float(to[half + d], high * cos[d] + low * sin[d]);
   }
+}
+
+// Applies bias, norm and rotation (each may be null) to one head, of which `x` is lost, and rounds the result to `to`. The
+// first `rotary` values are rotated.
+void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, int rotary,
+                 bool interleaved, float eps, bf16* to) {
+  if (bias != nullptr)
+    for (int d = 0; d < dim; d += 16) store(x + d, add(load(x + d), load(bias + d)));
+  if (norm != nullptr) {
+    const Vec scale = splat(1.0f / std::sqrt(mean_square(x, dim) + eps));
+    for (int d = 0; d < dim; d += 16) store(x + d, mul(load(x + d), mul(scale, load(norm + d))));
+  }
+  if (cos == nullptr) {
+    for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
+    return;
+  }
+  (interleaved ? rotate_neighbours : rotate_halves)(x, cos, sin, rotary / 2, to);
   for (int d = rotary; d < dim; ++d) store_float(to[d], x[d]);
 }
 

@@ -25,6 +25,7 @@ from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.decoder_parts import (
     DECODERS,
+    INTERLEAVED,
     Rope,
     attention_parts,
     embedding,
@@ -69,6 +70,7 @@ class FlashInferDecoder(nn.Module):
         import flashinfer
 
         self._plus_one = type(model.norm).__name__ in NORMS_PLUS_ONE
+        self._interleaved = type(model).__name__ in INTERLEAVED
         self._apply_rope: Any = flashinfer.apply_rope_with_cos_sin_cache_inplace
         self._norm: Any = flashinfer.gemma_rmsnorm if self._plus_one else flashinfer.rmsnorm
         self._add_norm: Any = (
@@ -170,14 +172,14 @@ class FlashInferDecoder(nn.Module):
         q, k, v = torch.split(qkv, layer.widths, dim=-1)
         out = torch.empty(len(q), layer.widths[0] // dim, dim, dtype=qkv.dtype, device=qkv.device)
         backend, place = paged.of_layer[number]
-        if isinstance(backend, AttendsHeads) and layer.is_rotated_whole:
+        if isinstance(backend, AttendsHeads) and layer.is_rotated_whole and not self._interleaved:
             inputs = HeadInputs(layer.q_gain, layer.k_gain, self._eps, layer.rotary, positions)
             backend.attend(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, inputs, layer.sinks)
             return out.flatten(1)
         if layer.q_norm is not None:
             q, k = self._normed_heads(q, layer.q_norm, dim), self._normed_heads(k, layer.k_norm, dim)
         if layer.rotary is not None:
-            self._apply_rope(positions, q, k, dim, layer.rotary)
+            self._apply_rope(positions, q, k, dim, layer.rotary, is_neox=not self._interleaved)
         backend.forward(place, _heads(q, dim), _heads(k, dim), _heads(v, dim), out, layer.sinks)
         return out.flatten(1)
 

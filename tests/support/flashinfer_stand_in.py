@@ -285,8 +285,8 @@ def gelu_tanh_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def apply_rope(*args: Any, **kwargs: Any) -> None:
-    """In place; the two halves of a head are rotated together, or of as many of its first values as the
-    cache has angles for."""
+    """In place; the two halves of a head are rotated together, or its neighbouring values, or of as many of
+    its first values as the cache has angles for."""
     given = _bound("apply_rope_with_cos_sin_cache_inplace", args, kwargs)
     assert given["cos_sin_cache"].dtype == torch.float32
     assert given["positions"].dtype in (torch.int32, torch.int64)
@@ -295,9 +295,14 @@ def apply_rope(*args: Any, **kwargs: Any) -> None:
     for packed in (given["query"], given["key"]):
         heads = packed.view(len(packed), -1, given["head_size"])
         rotated = heads[..., : given["cos_sin_cache"].shape[1]]
-        first, second = rotated.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        rotated.copy_(turned.to(heads.dtype))
+        values = rotated.float()
+        if given.get("is_neox", True):
+            first, second = values.chunk(2, dim=-1)
+        else:
+            first, second = values[..., ::2], values[..., 1::2]
+        turned = first * cos - second * sin, second * cos + first * sin
+        joined = torch.cat(turned, -1) if given.get("is_neox", True) else torch.stack(turned, -1).flatten(-2)
+        rotated.copy_(joined.to(heads.dtype))
 
 
 def _touch(out: torch.Tensor, *inputs: torch.Tensor) -> None:

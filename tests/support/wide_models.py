@@ -9,12 +9,12 @@ from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
 DENSE = (
-    *("cwm", "gemma2", "gemma3_text", "granite", "hyperclovax", "llama", "llama_yarn", "mistral", "phi3"),
-    *("qwen2", "qwen3", "seed_oss", "smollm3"),
+    *("cwm", "gemma2", "gemma3_text", "glm4", "granite", "hyperclovax", "llama", "llama_yarn"),
+    *("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
 )
 MIXTURES = (
-    *("dots1", "exaone_moe", "glm4_moe", "gpt_oss", "granitemoe", "hy_v3", "kolibri1", "mellum", "mixtral"),
-    *("qwen2_moe", "qwen3_moe", "solar_open"),
+    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "granitemoe", "hy_v3", "kolibri1"),
+    *("mellum", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"),
 )
 """Families whose whole decoder is replaced on CUDA; of mixtures all but routers and experts."""
 

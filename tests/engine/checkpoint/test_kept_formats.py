@@ -25,18 +25,18 @@ KEPT = {
     ("qwen3", "fp8_wide"): (PackFormat.FP8, 12, 1),
     ("llama", "ct_fp8"): (PackFormat.FP8, 12, 1),
     ("llama", "fp8"): (PackFormat.FP8, 0, 13),  # blocks of 24 inputs
-    ("qwen3_moe", "fp8_wide"): (PackFormat.FP8, 15, 1),
-    ("mixtral", "fp8_wide"): (PackFormat.FP8, 18, 1),
+    ("qwen3_moe", "fp8_wide"): (PackFormat.FP8, 8, 3),
+    ("mixtral", "fp8_wide"): (PackFormat.FP8, 12, 4),
     ("deepseek_v3", "fp8_wide"): (PackFormat.FP8, 20, 5),
-    ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 7),
-    ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 17),  # experts
+    ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 9),
+    ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 13),  # experts
     ("llama", "awq"): (PackFormat.INT4_BY_32, 12, 1),
-    ("mixtral", "awq"): (PackFormat.INT4_BY_32, 18, 1),
+    ("mixtral", "awq"): (PackFormat.INT4_BY_32, 12, 4),
     ("phi3", "gptq"): (PackFormat.INT4_BY_32, 12, 1),
     ("qwen3", "gptq_desc_act"): (PackFormat.INT4_BY_32, 0, 13),  # groups are not of neighbours
-    ("qwen3_moe", "ct_int4_zeros"): (PackFormat.INT4_BY_128, 15, 1),
+    ("qwen3_moe", "ct_int4_zeros"): (PackFormat.INT4_BY_128, 8, 3),
 }
-"""What is kept, in how many packs, and how many hold bfloat16. lm_head's always does."""
+"""What is kept, in how many packs, and how many hold bfloat16. lm_head's and routers' always do."""
 DENSE, FROM_WIDENED, MIXTURE_FROM_WIDENED = 0.04, 1.1, 2.0
 """Of logits, from transformers in float32 with the dequantised weights: the length of the difference, as a
 share of the logits' length. Of dense models at most DENSE (0.012 to 0.026 were measured), and FROM_WIDENED
