@@ -37,6 +37,7 @@ from engine.decoder_parts import (
     residual_scale,
     ropes,
 )
+from engine.families.dense import head_dim
 from engine.paged_layers import DecoderOutput, PagedLayers
 from engine.parallel.sums import is_divided
 
@@ -97,16 +98,16 @@ class DecoderCall(ctypes.Structure):
 def fusible(model: Any) -> bool:
     """Whether FusedDecoder computes the same as this transformers decoder."""
     config: Any = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = head_dim(config)
     return (
         type(model).__name__ in DECODERS
         and not is_divided(model)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in _parameters(model))
         and config.hidden_size % 32 == 0
-        and config.num_attention_heads * head_dim % 32 == 0
-        and head_dim % 16 == 0
-        and head_dim <= MAX_HEAD_DIM
-        and _rotates(model, head_dim)
+        and config.num_attention_heads * dim % 32 == 0
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
+        and _rotates(model, dim)
     )
 
 
@@ -130,10 +131,10 @@ def _gated_width(mlp: Any, config: Any) -> int | None:
     return width if plain and width % 32 == 0 and _activation(config) in ACTIVATIONS else None
 
 
-def _rotates(model: Any, head_dim: int) -> bool:
+def _rotates(model: Any, dim: int) -> bool:
     """Whether all values of a head are rotated, or the first ones, where transformers does that, too."""
     widths = {2 * len(rope.frequencies) for rope in ropes(model).values()}
-    return widths == {head_dim} or (type(model).__name__ in ROTATED_IN_PART and len(widths) == 1)
+    return widths == {dim} or (type(model).__name__ in ROTATED_IN_PART and len(widths) == 1)
 
 
 class FusedDecoder(nn.Module):

@@ -40,10 +40,10 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        count, inputs = weight.shape
+        pack = weight._pack  # whose sizes cost less to ask for than the tensor's
         offsets = None if bias is None else bias.float()
-        out = weight._pack.product(x.reshape(-1, inputs), 0, count, offsets, torch.bfloat16)
-        return out.view(*x.shape[:-1], count)
+        out = pack.product(x.reshape(-1, pack.inputs), 0, pack.rows, offsets, torch.bfloat16)
+        return out.view(*x.shape[:-1], pack.rows)
 
 
 def pack_router(router: nn.Module) -> None:

@@ -41,6 +41,7 @@ from engine.decoder_parts import (
     ropes,
 )
 from engine.device_copies import upload
+from engine.families.dense import head_dim
 from engine.layer_classes import NORMS_PLUS_ONE
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
 from engine.parallel.sums import SummedExperts, SummedLinear
@@ -53,7 +54,7 @@ def fusible(model: Any) -> bool:
     return (
         type(model).__name__ in DECODERS
         and all(is_mixture(mlp) or fusible_mlp(mlp) for mlp in map(layer_mlp, model.layers))
-        and _head_dim(config) in HEAD_DIMS
+        and head_dim(config) in HEAD_DIMS
     )
 
 
@@ -213,7 +214,7 @@ class _Layer:
     def __init__(self, layer: Any, rotary: torch.Tensor | None, config: Any, products: Products) -> None:
         attention, norms = layer.self_attn, layer_norms(layer)
         parts = attention_parts(attention)
-        self.head_dim = _head_dim(config)
+        self.head_dim = head_dim(config)
         self.rotary = rotary
         self.widths = [len(weight) for weight in parts.qkv]
         self.qkv = products.of(_joined(parts.qkv))
@@ -262,10 +263,6 @@ def _mlp(mlp: Any, products: Products) -> nn.Module:
     holder.experts = StoredExperts.of(holder.experts, products) or holder.experts
     mixture: nn.Module = mlp
     return mixture
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
