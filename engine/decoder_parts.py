@@ -76,6 +76,13 @@ def attention_parts(attention: Any) -> AttentionParts:
     )
 
 
+def is_gated(mlp: Any) -> bool:
+    """Whether an MLP is down(act(gate(x)) * up(x)), without biases."""
+    names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    parts = [getattr(mlp, name, None) for name in (*names, "down_proj")]
+    return all(part is not None and part.bias is None for part in parts)
+
+
 def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of a gated MLP."""
     if hasattr(mlp, "gate_up_proj"):

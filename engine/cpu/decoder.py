@@ -27,6 +27,7 @@ from engine.decoder_parts import (
     embedding,
     embedding_scale,
     gate_and_up,
+    is_gated,
     is_mixture,
     layer_mlp,
     layer_norms,
@@ -107,13 +108,13 @@ def fusible(model: Any) -> bool:
         and config.num_attention_heads * dim % 32 == 0
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
-        and _rotates(model, dim)
+        and _is_rotated(model, dim)
     )
 
 
 def _parameters(model: Any) -> Iterator[nn.Parameter]:
     """All but those of mixtures, whose routers may be float32."""
-    mixtures = [layer_mlp(layer) for layer in model.layers if is_mixture(layer_mlp(layer))]
+    mixtures = filter(is_mixture, map(layer_mlp, model.layers))
     apart = {id(parameter) for mixture in mixtures for parameter in mixture.parameters()}
     return (parameter for parameter in model.parameters() if id(parameter) not in apart)
 
@@ -124,14 +125,13 @@ def _activation(config: Any) -> str:
 
 def _gated_width(mlp: Any, config: Any) -> int | None:
     """The width of a gated MLP that is computed here. None: it is computed outside."""
-    if is_mixture(mlp) or not (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj")):
+    if not is_gated(mlp) or _activation(config) not in ACTIVATIONS:
         return None
     width = len(gate_and_up(mlp)[0])
-    plain = all(module.bias is None for module in mlp.children() if isinstance(module, nn.Linear))
-    return width if plain and width % 32 == 0 and _activation(config) in ACTIVATIONS else None
+    return width if width % 32 == 0 else None
 
 
-def _rotates(model: Any, dim: int) -> bool:
+def _is_rotated(model: Any, dim: int) -> bool:
     """Whether all values of a head are rotated, or the first ones, where transformers does that, too."""
     widths = {2 * len(rope.frequencies) for rope in ropes(model).values()}
     return widths == {dim} or (type(model).__name__ in ROTATED_IN_PART and len(widths) == 1)
@@ -218,10 +218,7 @@ class FusedDecoder(nn.Module):
     def _run(self, call: DecoderCall, shape: torch.Size) -> None:
         """`shape`: of hidden states, [T, hidden]."""
         address = ctypes.byref(call)
-        if not self.outside:
-            self._library.baton_decoder(address, -1)
-            return
-        inputs = torch.empty(shape, dtype=torch.bfloat16)
+        inputs = torch.empty(shape if self.outside else (0,), dtype=torch.bfloat16)
         call.mlp.inputs = inputs.data_ptr()
         layer = self._library.baton_decoder(address, -1)
         while layer < call.layer_count:

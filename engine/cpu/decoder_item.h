@@ -253,7 +253,7 @@ void run_all(const DecoderCall& call, int computed, int next) {
 }
 
 // The last layer computes the rows that are read.
-int run_reads(DecoderCall& call, int computed, int next) {
+void run_reads(const DecoderCall& call, int computed, int next) {
   const Reads reads(call);
   Plans plans(call), read_plans(reads.call);
   const Decoder decoder(call, plans), read(reads.call, read_plans);
@@ -280,14 +280,14 @@ int run_reads(DecoderCall& call, int computed, int next) {
     read.finish(team, call.reads, clock);
   };
   parallel(last_attention(call).threads, body);
-  return next == last && call.read_count == 0 ? call.layer_count : next;
 }
 
 int run_decoder(DecoderCall& call, int computed) {
-  const int next = next_outside(call, computed + 1);
-  call.mlp.rows = reads_some(call) && next == call.layer_count - 1 ? call.read_count : call.tokens;
-  if (reads_some(call)) return run_reads(call, computed, next);
-  run_all(call, computed, next);
+  const bool some = reads_some(call);
+  int next = next_outside(call, computed + 1);
+  call.mlp.rows = some && next == call.layer_count - 1 ? call.read_count : call.tokens;
+  if (call.mlp.rows == 0) next = call.layer_count;
+  (some ? run_reads : run_all)(call, computed, next);
   return next;
 }
 

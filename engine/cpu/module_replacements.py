@@ -7,7 +7,7 @@ ours, so that greedy tokens equal those of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -83,9 +83,7 @@ class CpuReplacements:
 
     def router(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the weight of one router, which stays itself."""
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
-        if not packs(config) or not packable(weight):
+        if not packs(config) or not packable(cast(nn.Parameter, module.weight)):
             return None
         pack_router(module)
         return module

@@ -21,7 +21,6 @@ from engine.cuda import triton_kernels
 from engine.cuda.layers import FlashInferMLP, fusible_mlp
 from engine.cuda.limits import HEAD_DIMS
 from engine.cuda.row_product import row_product
-from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import DenseProduct, Products
 from engine.decoder_parts import (
     DECODERS,
@@ -44,7 +43,7 @@ from engine.device_copies import upload
 from engine.families.dense import head_dim
 from engine.layer_classes import NORMS_PLUS_ONE
 from engine.paged_layers import AttendsHeads, DecoderOutput, HeadInputs, PagedLayers
-from engine.parallel.sums import SummedExperts, SummedLinear
+from engine.parallel.sums import SummedLinear
 from engine.positions import longest_context
 
 
@@ -222,7 +221,8 @@ class _Layer:
         self.out, self.out_bias = products.of(attention.o_proj.weight), attention.o_proj.bias
         self._summed = attention.o_proj if isinstance(attention.o_proj, SummedLinear) else None
         self.sinks = parts.sinks
-        self.mlp = _mlp(layer_mlp(layer), products)
+        mlp = layer_mlp(layer)
+        self.mlp: nn.Module = mlp if is_mixture(mlp) else FlashInferMLP(mlp, products)
         self.input_norm, self.mlp_norm = norms.before_attention.weight, norms.before_mlp.weight
         self.out_norm, self.down_norm = _weight(norms.after_attention), _weight(norms.after_mlp)
         self.q_norm, self.k_norm = _weight(parts.q_norm), _weight(parts.k_norm)
@@ -249,20 +249,6 @@ class _Layer:
         products = (self.qkv, self.out, self.mlp.gate_up, self.mlp.down)
         weights = [product.weight for product in products if isinstance(product, DenseProduct)]
         return _RowWeights(*weights) if len(weights) == len(products) else None
-
-
-def _mlp(mlp: Any, products: Products) -> nn.Module:
-    """A gated MLP in its fused form, or a mixture whose shared expert, if it has one, is such an MLP, and
-    whose experts stay stored if they can."""
-    if not is_mixture(mlp):
-        return FlashInferMLP(mlp, products)
-    for name in ("shared_expert", "shared_experts"):
-        if hasattr(mlp, name) and fusible_mlp(getattr(mlp, name)):
-            setattr(mlp, name, FlashInferMLP(getattr(mlp, name), products))
-    holder = mlp.experts if isinstance(mlp.experts, SummedExperts) else mlp
-    holder.experts = StoredExperts.of(holder.experts, products) or holder.experts
-    mixture: nn.Module = mlp
-    return mixture
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

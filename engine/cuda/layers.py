@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products
-from engine.decoder_parts import gate_and_up, norm_eps
+from engine.decoder_parts import gate_and_up, is_gated, norm_eps
 from engine.layer_classes import NORMS_PLUS_ONE
 from engine.parallel.sums import SummedLinear
 
@@ -82,10 +82,7 @@ def has_weight(norm: Any) -> bool:
 
 def fusible_mlp(mlp: Any) -> bool:
     """Whether FlashInferMLP computes the same as this module."""
-    if not hasattr(mlp, "gate_up_proj") and not hasattr(mlp, "gate_proj"):
-        return False
-    into = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
-    return _activation(mlp) in _GATES and all(part.bias is None for part in (*into, mlp.down_proj))
+    return is_gated(mlp) and _activation(mlp) in _GATES
 
 
 def _activation(mlp: Any) -> str:

@@ -29,17 +29,18 @@ from engine.cuda.layers import (
 from engine.cuda.limits import DTYPES
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import Products
-from engine.decoder_parts import DECODERS
+from engine.decoder_parts import DECODERS, is_mixture
 from engine.layer_classes import EXPERTS, MLPS, NORMS, NORMS_PLUS_ONE
+from engine.replacement_table import ReplacementTable, apply_replacements
 
 log = logging.getLogger(__name__)
 
 
-def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
+def register(table: ReplacementTable, kept: set[str]) -> None:
     """Add CUDA's replacements, for one model. They add to `kept` the names of stored formats they take."""
     products = Products(kept)
     for name in DECODERS:
-        table[name] = partial(_replace, fusible, partial(FlashInferDecoder, products=products))
+        table[name] = partial(_replace_decoder, table, products)
     for name in MLPS:
         table[name] = partial(_replace, fusible_mlp, partial(FlashInferMLP, products=products))
     for name in (*NORMS, *NORMS_PLUS_ONE):
@@ -47,6 +48,17 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     for name in EXPERTS:
         table[name] = partial(_replace, lambda _: True, partial(StoredExperts.of, products=products))
     table["Linear"] = partial(_replace, _is_stored, partial(StoredLinear, products=products))
+
+
+def _replace_decoder(
+    table: ReplacementTable, products: Products, model: nn.Module, config: EngineConfig
+) -> nn.Module | None:
+    """Replace a whole decoder, and the parts of its mixtures, which stay otherwise."""
+    fused = _replace(fusible, partial(FlashInferDecoder, products=products), model, config)
+    if isinstance(fused, FlashInferDecoder):
+        for mixture in filter(is_mixture, fused.mlps):
+            apply_replacements(mixture, config, table)
+    return fused
 
 
 def keeps_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:

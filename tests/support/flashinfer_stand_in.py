@@ -295,13 +295,10 @@ def apply_rope(*args: Any, **kwargs: Any) -> None:
     for packed in (given["query"], given["key"]):
         heads = packed.view(len(packed), -1, given["head_size"])
         rotated = heads[..., : given["cos_sin_cache"].shape[1]]
-        values = rotated.float()
-        if given.get("is_neox", True):
-            first, second = values.chunk(2, dim=-1)
-        else:
-            first, second = values[..., ::2], values[..., 1::2]
+        values, halves = rotated.float(), given.get("is_neox", True)
+        first, second = values.chunk(2, dim=-1) if halves else (values[..., ::2], values[..., 1::2])
         turned = first * cos - second * sin, second * cos + first * sin
-        joined = torch.cat(turned, -1) if given.get("is_neox", True) else torch.stack(turned, -1).flatten(-2)
+        joined = torch.cat(turned, -1) if halves else torch.stack(turned, -1).flatten(-2)
         rotated.copy_(joined.to(heads.dtype))
 
 
