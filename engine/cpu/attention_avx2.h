@@ -1,6 +1,8 @@
 // AVX2 forms of score_tile and add_values for bfloat16 K and V. Included inside attention_item.h.
 #include <immintrin.h>
 
+constexpr int kNear = 8;  // rows whose lines are asked for into the first-level cache while a row is read
+
 // 16 bfloat16 as floats: those at even places, and those at odd ones.
 struct Pairs {
   __m256 even, odd;

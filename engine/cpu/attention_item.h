@@ -6,6 +6,9 @@
 
 #include "attention_rows.h"
 #include "numeric.h"
+#if defined(__AVX512F__)
+#include "vector_avx512.h"
+#endif
 
 namespace baton {
 namespace {
@@ -66,10 +69,8 @@ void add_values(Rows<T>& rows, const T* const* values, const T* const*, int n, i
   }
 }
 
-constexpr int kNear = 8;  // rows
-
 // The hardware prefetcher does not follow scattered pages. Rows of the next tile go to the second-level cache, because
-// three tiles fill the first one; the row that is read kNear rows later goes to the first one.
+// three tiles fill the first one; a row that is read soon goes to the first one.
 inline void prefetch_rows(const bf16* next, const bf16* near, int dim) {
   for (int d = 0; d < dim; d += 32) {
     __builtin_prefetch(next + d, 0, 2);

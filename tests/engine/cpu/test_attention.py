@@ -141,6 +141,8 @@ SHAPES = {
     "wide_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 256},
     "widest_head": {"q_lens": [1, 20], "seq_lens": [300, 70], "head_dim": 512},
     "narrow_odd_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 48},
+    "eight_of_128": {"q_lens": [1, 3, 1], "seq_lens": [301, 77, 1], "heads": 16, "head_dim": 128},
+    "seven_of_64": {"q_lens": [1, 2, 1], "seq_lens": [63, 129, 2], "heads": 14, "head_dim": 64},
     "no_grouping": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 3, "kv_heads": 3},
     "wide_group": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 14, "kv_heads": 2},
     "long_prefill": {"q_lens": [150, 1], "seq_lens": [310, 20], "heads": 6, "head_dim": 64},
