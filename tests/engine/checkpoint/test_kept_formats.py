@@ -8,19 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.cpu.linear import Packer, PackFormat, check_packable
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.linear import Packer, PackFormat
+from engine.cpu.op import set_isa
 from engine.loader import load_model
 from tests.engine.conftest import PROMPTS
 from tests.engine.cpu.test_int8_weights import logits, share
+from tests.support.cpu_kernels import packing_isas
 from tests.support.hand_off import pair
 from tests.support.quantised_checkpoints import write
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = machine_isas()[1:]  # all but base
+ISAS = packing_isas()
 KEPT = {
     ("qwen3", "fp8_wide"): (PackFormat.FP8, 12, 1),
     ("llama", "ct_fp8"): (PackFormat.FP8, 12, 1),

@@ -12,13 +12,11 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.cpu.attention import CpuAttention, check_supported
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.op import KernelsUnavailable, set_isa
 from kvcache.quant import KVFormat
+from tests.support.cpu_kernels import kernel_isas
 
-try:
-    ISAS = machine_isas()
-except KernelsUnavailable as error:
-    pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
+ISAS = kernel_isas()
 
 
 @pytest.fixture(params=ISAS)

@@ -16,17 +16,13 @@ from engine.cpu.linear import (
     PackedLinear,
     Packer,
     PackFormat,
-    check_packable,
 )
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.op import set_isa
 from tests.engine.cpu.test_experts import make_experts
 from tests.engine.cpu.test_int8_weights import DEMO, logits
+from tests.support.cpu_kernels import packing_isas
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = machine_isas()[1:]  # all but base
+ISAS = packing_isas()
 ROWS = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 70, 600]
 SHAPES = [(48, 64), (50, 96), (7, 32), (128, 416), (48, 256)]
 RARE = 11

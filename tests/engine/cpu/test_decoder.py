@@ -16,18 +16,16 @@ from safetensors.torch import load_file, save_file
 from engine.argmax import finite_rows
 from engine.batch import ForwardBatch, PooledPrompt, ScoredPrompt
 from engine.cpu.decoder import FusedDecoder
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.op import machine_isas, set_isa
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_not_finite import poison
+from tests.support.cpu_kernels import packing_isas
 from tests.support.driver import Driver, open_pools
 from tests.support.tiny_configs import MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
-try:
-    ISAS = [isa for isa in machine_isas() if isa != "base"]
-except KernelsUnavailable as error:
-    pytest.skip(f"no kernels: {error}", allow_module_level=True)
+ISAS = packing_isas()
 PAGE, PAGES = 16, 60
 REVERSED = {"gemma3_text": "layer_types", "hy_v3": "mlp_layer_types"}
 """Family -> a list of its config, of its layers, that is turned round here."""

@@ -13,15 +13,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from engine.config import EngineConfig
 from engine.cpu.delta_net import DeltaNet
-from engine.cpu.linear import check_packable
 from engine.cpu.module_replacements import CpuReplacements
-from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
+from engine.cpu.op import current_isa, machine_isas, set_isa
 from engine.states import CONV, RECURRENT, SequenceStates
+from tests.support.cpu_kernels import packing_isas
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+packing_isas()  # skipped without any
 
 KINDS = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),

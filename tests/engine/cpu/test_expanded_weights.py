@@ -12,16 +12,13 @@ from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat, check_packable
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat
+from engine.cpu.op import set_isa
 from tests.engine.cpu.test_experts import make_experts
+from tests.support.cpu_kernels import packing_isas
 from tests.support.stored_weights import in_format, in_fp8, in_int4, in_mxfp4, stored_experts
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = machine_isas()[1:]  # all but base
+ISAS = packing_isas()
 ROWS = [0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 600]
 SHAPES = [(48, 64), (50, 96), (7, 32), (128, 416), (32, 256)]
 

@@ -11,14 +11,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.config import EngineConfig
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import check_packable
 from engine.cpu.module_replacements import CpuReplacements
-from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
+from engine.cpu.op import current_isa, machine_isas, set_isa
+from tests.support.cpu_kernels import packing_isas
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+packing_isas()  # skipped without any
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text"]
 

@@ -15,19 +15,16 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import PackedLinear, Packer, check_packable
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.linear import PackedLinear, Packer
+from engine.cpu.op import set_isa
 from engine.loader import load_model
 from tests.engine.cpu.test_experts import make_experts
+from tests.support.cpu_kernels import packing_isas
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_configs import FAMILIES
 from tests.support.tiny_models import make_tiny
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = machine_isas()[1:]  # all but base
+ISAS = packing_isas()
 DENSE = [family for family in FAMILIES if family not in ("qwen3_moe", "mixtral", "qwen2_moe")]
 """In a mixture a router near a tie chooses other experts, so its logits have no bound."""
 FROM_BFLOAT16, FROM_ROUNDED_WEIGHTS, DEMO_BOUND = 0.1, 0.08, 0.02

@@ -9,18 +9,15 @@ from torch import nn
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu import op
-from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable
+from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer
 from engine.cpu.module_replacements import CpuReplacements
-from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
+from engine.cpu.op import current_isa, set_isa
 from engine.loader import load_model
+from tests.support.cpu_kernels import packing_isas
 from tests.support.tiny_configs import FAMILIES
 from tests.support.tiny_models import write_tiny
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = machine_isas()[1:]  # all but base
+ISAS = packing_isas()
 
 
 @pytest.fixture(params=ISAS)

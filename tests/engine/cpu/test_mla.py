@@ -14,16 +14,14 @@ from engine.backends import query_blocks
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.batch import ForwardBatch
 from engine.cpu.mla import MAX_RANK, CpuLatentAttention, check_supported
-from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.cpu.op import KernelsUnavailable, set_isa
 from engine.paged_layers import LatentBackend
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
+from tests.support.cpu_kernels import kernel_isas
 from tests.support.largest_tensor import LargestTensor
 
-try:
-    ISAS = machine_isas()
-except KernelsUnavailable as error:
-    pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
+ISAS = kernel_isas()
 
 LAYERS, PLACE, SCALE = (4, 7), 1, 0.2
 

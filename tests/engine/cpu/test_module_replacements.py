@@ -8,17 +8,14 @@ from transformers import LlamaConfig, LlamaModel
 from engine.config import EngineConfig
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import PackedLinear, check_packable
-from engine.cpu.op import KernelsUnavailable
+from engine.cpu.linear import PackedLinear
 from engine.cpu.router import PackedWeight
 from engine.loader import load_model
+from tests.support.cpu_kernels import packing_isas
 from tests.support.tiny_configs import FAMILIES
 from tests.support.tiny_models import make_tiny
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+packing_isas()  # skipped without any
 FUSED = (
     *("gpt_oss", "llama", "llama_bias", "llama_yarn", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"),
     *("qwen3", "qwen3_moe", "seed_oss"),

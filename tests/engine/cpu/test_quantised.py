@@ -14,16 +14,14 @@ import torch
 from engine.batch import ForwardBatch
 from engine.cpu.attention import CpuAttention
 from engine.cpu.mla import CpuLatentAttention
-from engine.cpu.op import KernelsUnavailable, kernels, machine_isas, set_isa
+from engine.cpu.op import kernels, set_isa
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
+from tests.support.cpu_kernels import kernel_isas
 from tests.support.pool_rows import read_kv
 
-try:
-    ISAS = machine_isas()
-except KernelsUnavailable as error:
-    pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
+ISAS = kernel_isas()
 
 FORMATS = [form for form in KVFormat if form is not KVFormat.AUTO]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,14 +10,10 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from engine.cpu.linear import check_packable
-from engine.cpu.op import KernelsUnavailable
 from engine.cpu.router import pack_router
+from tests.support.cpu_kernels import packing_isas
 
-try:
-    check_packable()
-except KernelsUnavailable as error:
-    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+packing_isas()  # skipped without any
 HIDDEN = 96
 
 
