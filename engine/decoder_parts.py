@@ -13,15 +13,16 @@ from engine.layer_classes import NORMS_PLUS_ONE
 
 DECODERS = (
     *("ApertusModel", "ArceeModel", "CwmModel", "Dots1Model", "Ernie4_5Model", "Ernie4_5_MoeModel"),
-    *("ExaoneMoeModel", "Gemma2Model", "Gemma3TextModel", "Glm4Model", "Glm4MoeModel", "GptOssModel"),
-    *("GraniteModel", "GraniteMoeModel", "HYV3Model", "HyperCLOVAXModel", "Kolibri1Model"),
-    *("LlamaModel", "MellumModel", "MistralModel", "MixtralModel", "Phi3Model", "Qwen2Model"),
-    *("Qwen2MoeModel", "Qwen3Model", "Qwen3MoeModel", "SeedOssModel", "SmolLM3Model", "SolarOpenModel"),
+    *("ExaoneMoeModel", "Gemma2Model", "Gemma3TextModel", "Glm4Model", "Glm4MoeModel", "GlmModel"),
+    *("GptOssModel", "GraniteModel", "GraniteMoeModel", "HYV3Model", "HyperCLOVAXModel"),
+    *("Kolibri1Model", "LlamaModel", "MellumModel", "MinistralModel", "MistralModel"),
+    *("MixtralModel", "Phi3Model", "Qwen2Model", "Qwen2MoeModel", "Qwen3Model", "Qwen3MoeModel"),
+    *("SeedOssModel", "SmolLM3Model", "SolarOpenModel"),
 )
 """The transformers classes of which these are the parts. An MLP may be any module."""
-INTERLEAVED = ("Ernie4_5Model", "Ernie4_5_MoeModel", "Glm4Model")
+INTERLEAVED = ("Ernie4_5Model", "Ernie4_5_MoeModel", "Glm4Model", "GlmModel")
 """Those that rotate pairs of neighbouring values of a head, not of its halves."""
-ROTATED_IN_PART = ("Glm4Model", "Glm4MoeModel", "Phi3Model")
+ROTATED_IN_PART = ("Glm4Model", "Glm4MoeModel", "GlmModel", "Phi3Model")
 """Those of which the first values of a head may be rotated alone."""
 
 

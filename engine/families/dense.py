@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.heads import divide_logits, multiply_logits
+from engine.families.heads import cap_logits, divide_logits, multiply_logits, scale_by_config
 from kvcache.layout import KVGroupSpec
 
 
@@ -45,9 +45,11 @@ def _granite(architecture: str) -> Family:
 FAMILIES: dict[str, Family] = {
     "apertus": _family("ApertusForCausalLM"),
     "arcee": _family("ArceeForCausalLM"),
+    "cohere": replace(_family("CohereForCausalLM"), prepare=scale_by_config),
     "ernie4_5": _family("Ernie4_5ForCausalLM"),
     "ernie4_5_moe": _family("Ernie4_5_MoeForCausalLM"),
     "gemma": _family("GemmaForCausalLM"),
+    "glm": _family("GlmForCausalLM"),
     "glm4": _family("Glm4ForCausalLM"),
     "glm4_moe": _family("Glm4MoeForCausalLM"),
     "granite": _granite("GraniteForCausalLM"),
@@ -58,6 +60,10 @@ FAMILIES: dict[str, Family] = {
     "jais2": _family("Jais2ForCausalLM"),
     "llama": _family("LlamaForCausalLM"),
     "minimax_m2": _family("MiniMaxM2ForCausalLM"),
+    "nanochat": replace(
+        _family("NanoChatForCausalLM"), allows=frozenset({"final_logit_softcapping"}), prepare=cap_logits
+    ),
+    "olmo": _family("OlmoForCausalLM"),
     "olmo2": _family("Olmo2ForCausalLM"),
     "olmoe": _family("OlmoeForCausalLM"),
     "seed_oss": _family("SeedOssForCausalLM"),

@@ -52,6 +52,11 @@ def multiply_logits(model: Any) -> None:
     scale_logits(model, model.config.logits_scaling)
 
 
+def scale_by_config(model: Any) -> None:
+    """By `logit_scale` of the model's config, as Cohere's are."""
+    scale_logits(model, model.config.logit_scale)
+
+
 def scale_logits(model: Any, factor: float) -> None:
     """Multiply all logits."""
     model.lm_head = ScaledHead(model.lm_head, factor)

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
-from engine.families.heads import cap_logits, divide_logits, scale_logits
+from engine.families.heads import cap_logits, divide_logits, scale_by_config
 from kvcache.layout import KVGroupSpec
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -84,10 +84,6 @@ def _all_alike(architecture: str) -> Family:
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 
-def _scale_logits(model: Any) -> None:
-    scale_logits(model, model.config.logit_scale)
-
-
 FAMILIES: dict[str, Family] = {
     "mixtral": _all_alike("MixtralForCausalLM"),
     "phi3": _all_alike("Phi3ForCausalLM"),
@@ -97,6 +93,7 @@ FAMILIES: dict[str, Family] = {
         allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
         prepare=cap_logits,
     ),
+    "ministral": by_layer_type("MinistralForCausalLM"),
     "ministral3": _all_alike("Ministral3ForCausalLM"),
     "mistral": _all_alike("MistralForCausalLM"),
     "qwen2": by_layer_type("Qwen2ForCausalLM"),
@@ -106,7 +103,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": by_layer_type("GptOssForCausalLM"),
     "afmoe": by_layer_type("AfmoeForCausalLM"),
     "cwm": by_layer_type("CwmForCausalLM"),
-    "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=_scale_logits),
+    "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=scale_by_config),
     "dots1": by_layer_type("Dots1ForCausalLM"),
     "exaone4": by_layer_type("Exaone4ForCausalLM"),
     "exaone_moe": by_layer_type("ExaoneMoeForCausalLM"),

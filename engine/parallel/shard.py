@@ -47,18 +47,20 @@ _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
     *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3"),
-    *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral3", "mistral", "mixtral", "qwen2"),
-    *("qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss"),
-    *("smollm3", "solar_open"),
+    *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral", "ministral3", "mistral"),
+    *("mixtral", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+    *("qwen3_next", "seed_oss", "smollm3", "solar_open"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
     "axk1": _DEEPSEEK,
+    "cohere": _NORMS,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "gemma4_text": _EXPERTS,
     "gemma4_unified_text": {},
+    "glm": _JOINED,
     "glm4": _JOINED,
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
@@ -68,6 +70,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "laguna": {"g_proj.weight": 0},
     "minimax_m2": _NORMS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
+    "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
     "olmo2": _NORMS,
     "olmo3": _NORMS,
     "phi3": _JOINED,
@@ -111,6 +114,7 @@ def _gemma_experts(config: Any) -> dict[str, tuple[int, ...]]:
 
 _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
     "gemma4_text": _gemma_experts,
+    "glm": _gate_up,
     "glm4": _gate_up,
     "granitemoe_swa": _wide_experts,
     "mistral4": _experts,

@@ -14,10 +14,10 @@ EVERY_SHAPE = {**SHAPES, **SIMILAR_SHAPES}
 """model_type -> what draws its shape. tests hold it against the engine's table."""
 
 _WITHOUT_HEAD_DIM = (
-    *("apertus", "axk1", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe"),
-    *("falcon_h1", "glm4_moe_lite", "glm_moe_dsa", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
-    *("granitemoehybrid", "granitemoeshared", "lfm2", "lfm2_moe", "mistral4", "olmo2", "olmo3", "olmoe"),
-    *("phi3", "qwen2_moe", "smollm3", "starcoder2", "youtu"),
+    *("apertus", "axk1", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe"),
+    *("falcon_h1", "glm4_moe_lite", "glm_moe_dsa", "granite", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "lfm2", "lfm2_moe", "mistral4", "nanochat"),
+    *("olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "smollm3", "starcoder2", "youtu"),
 )
 
 

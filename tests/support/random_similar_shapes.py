@@ -23,6 +23,16 @@ def _cohere2(draw: ShapeDraw) -> Keys:
     }
 
 
+def _cohere(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "logit_scale": draw.rng.choice([0.0625, 0.5, 1.0]),
+        "use_qk_norm": draw.flag(),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
 def _windowed(draw: ShapeDraw) -> Keys:
     return {
         "hidden_size": draw.heads * draw.head_dim,
@@ -367,11 +377,36 @@ def _lfm2_moe(draw: ShapeDraw) -> Keys:
     }
 
 
+def _ministral(draw: ShapeDraw) -> Keys:
+    keys = _windowed(draw)
+    del keys["hidden_size"]
+    return {**keys, "rope_parameters": draw.rope()}
+
+
+def _nanochat(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "final_logit_softcapping": draw.rng.choice([None, 6.0]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _olmo(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "clip_qkv": draw.rng.choice([None, 1.0]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
 SIMILAR_SHAPES = {
     "afmoe": _afmoe,
     "apertus": _apertus,
     "arcee": _arcee,
     "axk1": _axk1,
+    "cohere": _cohere,
     "cohere2": _cohere2,
     "cwm": _cwm,
     "dots1": _dots1,
@@ -381,6 +416,7 @@ SIMILAR_SHAPES = {
     "exaone_moe": _exaone_moe,
     "gemma": _gemma,
     "gemma4_unified_text": _gemma4_unified,
+    "glm": _half_rotary,
     "glm4": _half_rotary,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
@@ -399,8 +435,11 @@ SIMILAR_SHAPES = {
     "lfm2_moe": _lfm2_moe,
     "mellum": _mellum,
     "minimax_m2": _minimax,
+    "ministral": _ministral,
     "ministral3": _ministral3,
     "mistral4": _mistral4,
+    "nanochat": _nanochat,
+    "olmo": _olmo,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "olmoe": _olmoe,

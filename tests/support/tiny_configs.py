@@ -11,6 +11,7 @@ from transformers import (
     ArceeConfig,
     AXK1Config,
     Cohere2Config,
+    CohereConfig,
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -29,6 +30,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
@@ -49,11 +51,14 @@ from transformers import (
     MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    MinistralConfig,
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
@@ -374,6 +379,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         moe_layer_start_index=1,
     ),
     "granite": lambda: GraniteConfig(**_without("head_dim"), **_GRANITE),
+    "glm": lambda: GlmConfig(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
     "glm4": lambda: Glm4Config(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
     "glm4_moe": lambda: Glm4MoeConfig(**_glm_moe(), attention_bias=True, rope_parameters=_HALF_ROTARY),
     "minimax_m2": lambda: MiniMaxM2Config(
@@ -382,6 +388,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=2,
         rope_parameters=_HALF_ROTARY,
     ),
+    "ministral": lambda: MinistralConfig(**_WINDOWED),
     "ministral3": lambda: Ministral3Config(
         **COMMON,
         rope_parameters={
@@ -391,6 +398,8 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
             "llama_4_scaling_beta": 0.5,
         },
     ),
+    "nanochat": lambda: NanoChatConfig(**_without("head_dim"), final_logit_softcapping=6.0),
+    "olmo": lambda: OlmoConfig(**_without("head_dim"), clip_qkv=1.0),
     "olmo2": lambda: Olmo2Config(**_without("head_dim")),
     "olmo3": lambda: Olmo3Config(
         **{**_without("head_dim"), "num_hidden_layers": 4},
@@ -409,6 +418,9 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         logit_scale=0.5,
         sliding_window=WINDOW,
         layer_types=_SLIDING,
+    ),
+    "cohere": lambda: CohereConfig(
+        **{**_without("head_dim"), "tie_word_embeddings": True}, logit_scale=0.5, use_qk_norm=True
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
         **_deepseek_of_kinds(),

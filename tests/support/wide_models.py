@@ -9,7 +9,7 @@ from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
 DENSE = (
-    *("cwm", "gemma2", "gemma3_text", "glm4", "granite", "hyperclovax", "llama", "llama_yarn"),
+    *("cwm", "gemma2", "gemma3_text", "glm", "glm4", "granite", "hyperclovax", "llama", "llama_yarn"),
     *("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
 )
 MIXTURES = (

@@ -22,8 +22,8 @@ FUSED = (
 )
 FUSED_OTHERS = (
     *("apertus", "arcee", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma2"),
-    *("gemma3_text", "glm4", "glm4_moe", "granite", "granitemoe", "hy_v3", "hyperclovax", "kolibri1"),
-    *("mellum", "mistral_window", "phi3_window", "smollm3", "solar_open"),
+    *("gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "hy_v3", "hyperclovax"),
+    *("kolibri1", "mellum", "ministral", "mistral_window", "phi3_window", "smollm3", "solar_open"),
 )
 
 
