@@ -47,7 +47,7 @@ class ModelForward:
         output = self.decoder(
             input_ids=ids[None],
             position_ids=positions[None],
-            past_key_values=PagedCache(states),
+            past_key_values=PagedCache(layers, states),
             use_cache=False,
             paged=layers,
         )

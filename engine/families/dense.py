@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
+from engine.families.dropped import pass_paged
 from engine.families.heads import cap_logits, divide_logits, multiply_logits, scale_by_config
 from kvcache.layout import KVGroupSpec
 
@@ -63,9 +64,11 @@ FAMILIES: dict[str, Family] = {
     "nanochat": replace(
         _family("NanoChatForCausalLM"), allows=frozenset({"final_logit_softcapping"}), prepare=cap_logits
     ),
+    "nemotron": replace(_family("NemotronForCausalLM"), prepare=pass_paged),
     "olmo": _family("OlmoForCausalLM"),
     "olmo2": _family("Olmo2ForCausalLM"),
     "olmoe": _family("OlmoeForCausalLM"),
     "seed_oss": _family("SeedOssForCausalLM"),
     "solar_open": _family("SolarOpenForCausalLM"),
+    "stablelm": replace(_family("StableLmForCausalLM"), prepare=pass_paged),
 }

@@ -48,8 +48,8 @@ _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
     *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3"),
     *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral", "ministral3", "mistral"),
-    *("mixtral", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
-    *("qwen3_next", "seed_oss", "smollm3", "solar_open"),
+    *("mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
+    *("qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},

@@ -18,7 +18,7 @@ from transformers import (
     LlamaConfig,
     Mistral4Config,
     MistralConfig,
-    NemotronConfig,
+    PersimmonConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -66,7 +66,7 @@ def test_every_tested_family_passes(family: str) -> None:
     ("config", "named"),
     [
         (GPT2Config(), "model_type 'gpt2'"),
-        (NemotronConfig(), "model_type 'nemotron' in config.json: it is not in the table"),
+        (PersimmonConfig(), "model_type 'persimmon' in config.json: it is not in the table"),
         (JambaConfig(), "model_type 'jamba' in config.json: transformers' scan"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),

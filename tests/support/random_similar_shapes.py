@@ -23,13 +23,20 @@ def _cohere2(draw: ShapeDraw) -> Keys:
     }
 
 
-def _cohere(draw: ShapeDraw) -> Keys:
+def _derived(draw: ShapeDraw) -> Keys:
+    """The width of a head is derived."""
     return {
         "hidden_size": draw.heads * draw.head_dim,
-        "logit_scale": draw.rng.choice([0.0625, 0.5, 1.0]),
-        "use_qk_norm": draw.flag(),
         "attention_bias": draw.flag(),
         "rope_parameters": draw.rope(),
+    }
+
+
+def _cohere(draw: ShapeDraw) -> Keys:
+    return {
+        **_derived(draw),
+        "logit_scale": draw.rng.choice([0.0625, 0.5, 1.0]),
+        "use_qk_norm": draw.flag(),
     }
 
 
@@ -385,19 +392,26 @@ def _ministral(draw: ShapeDraw) -> Keys:
 
 def _nanochat(draw: ShapeDraw) -> Keys:
     return {
-        "hidden_size": draw.heads * draw.head_dim,
+        **_derived(draw),
         "final_logit_softcapping": draw.rng.choice([None, 6.0]),
-        "attention_bias": draw.flag(),
-        "rope_parameters": draw.rope(),
     }
 
 
+def _nemotron(draw: ShapeDraw) -> Keys:
+    return {**_half_rotary(draw), "mlp_bias": draw.flag()}
+
+
 def _olmo(draw: ShapeDraw) -> Keys:
+    return {**_derived(draw), "clip_qkv": draw.rng.choice([None, 1.0])}
+
+
+def _stablelm(draw: ShapeDraw) -> Keys:
     return {
         "hidden_size": draw.heads * draw.head_dim,
-        "clip_qkv": draw.rng.choice([None, 1.0]),
-        "attention_bias": draw.flag(),
-        "rope_parameters": draw.rope(),
+        "use_qkv_bias": draw.flag(),
+        "qk_layernorm": draw.flag(),
+        "use_parallel_residual": draw.flag(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }
 
 
@@ -439,6 +453,7 @@ SIMILAR_SHAPES = {
     "ministral3": _ministral3,
     "mistral4": _mistral4,
     "nanochat": _nanochat,
+    "nemotron": _nemotron,
     "olmo": _olmo,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
@@ -446,6 +461,7 @@ SIMILAR_SHAPES = {
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "solar_open": _solar_open,
+    "stablelm": _stablelm,
     "starcoder2": _starcoder2,
     "youtu": _youtu,
 }

@@ -56,6 +56,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NanoChatConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
@@ -72,6 +73,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
     Starcoder2Config,
     YoutuConfig,
 )
@@ -399,6 +401,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "nanochat": lambda: NanoChatConfig(**_without("head_dim"), final_logit_softcapping=6.0),
+    "nemotron": lambda: NemotronConfig(**COMMON, rope_parameters=_HALF_ROTARY),
     "olmo": lambda: OlmoConfig(**_without("head_dim"), clip_qkv=1.0),
     "olmo2": lambda: Olmo2Config(**_without("head_dim")),
     "olmo3": lambda: Olmo3Config(
@@ -501,6 +504,13 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         **_WINDOWED, **_EXPERTS, mlp_layer_types=["dense", "sparse", "sparse", "sparse"]
     ),
     "olmoe": lambda: OlmoeConfig(**_without("head_dim"), num_experts=4, num_experts_per_tok=2, clip_qkv=1.0),
+    "stablelm": lambda: StableLmConfig(
+        **_without("head_dim"),
+        use_qkv_bias=True,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        rope_parameters=_HALF_ROTARY,
+    ),
     "starcoder2": lambda: Starcoder2Config(**_without("head_dim"), sliding_window=WINDOW),
     "youtu": lambda: YoutuConfig(
         **{key: value for key, value in _deepseek(q_lora_rank=24).items() if key not in _DEEPSEEK_EXPERTS}
