@@ -233,14 +233,6 @@ def _ministral3(draw: ShapeDraw) -> Keys:
     }
 
 
-def _olmo2(draw: ShapeDraw) -> Keys:
-    return {
-        "hidden_size": draw.heads * draw.head_dim,
-        "attention_bias": draw.flag(),
-        "rope_parameters": draw.rope(),
-    }
-
-
 def _olmo3(draw: ShapeDraw) -> Keys:
     return {
         **_windowed(draw),
@@ -284,7 +276,7 @@ def _smollm3(draw: ShapeDraw) -> Keys:
 
 
 def _apertus(draw: ShapeDraw) -> Keys:
-    return {**_olmo2(draw), "num_key_value_heads": draw.rng.choice([1, draw.heads])}
+    return {**_derived(draw), "num_key_value_heads": draw.rng.choice([1, draw.heads])}
 
 
 def _arcee(draw: ShapeDraw) -> Keys:
@@ -352,7 +344,7 @@ def _olmoe(draw: ShapeDraw) -> Keys:
     experts = draw.experts("num_experts")
     experts["intermediate_size"] = experts.pop("moe_intermediate_size")
     clip = draw.rng.choice([None, 1.0])
-    return {**_olmo2(draw), **experts, "clip_qkv": clip, "norm_topk_prob": draw.flag()}
+    return {**_derived(draw), **experts, "clip_qkv": clip, "norm_topk_prob": draw.flag()}
 
 
 def _starcoder2(draw: ShapeDraw) -> Keys:
@@ -455,7 +447,7 @@ SIMILAR_SHAPES = {
     "nanochat": _nanochat,
     "nemotron": _nemotron,
     "olmo": _olmo,
-    "olmo2": _olmo2,
+    "olmo2": _derived,
     "olmo3": _olmo3,
     "olmoe": _olmoe,
     "seed_oss": _seed_oss,
