@@ -162,3 +162,22 @@ def test_a_chunk_without_a_sample_keeps_a_bad_sequence_apart(isa: str, drawn: Dr
     finite = finite_rows(hidden).tolist()
     assert all(finite[:30])
     assert not any(finite[32:])
+
+
+@pytest.mark.parametrize("sampled", [[], [1]])
+def test_the_last_mlp_outside_computes_the_rows_that_are_read(sampled: list[int], drawn: Drawn) -> None:
+    """Every other MLP computes all rows. Without rows the last one is not called."""
+    runner, _ = fused(drawn("llama_bias")[0])
+    rows: dict[str, int] = {}
+
+    def note(layer: str, inputs: torch.Tensor) -> None:
+        rows[layer] = inputs.shape[1]
+
+    outside = runner.forward.decoder.outside
+    for layer, mlp in outside.items():
+        mlp.register_forward_pre_hook(lambda _, args, layer=layer: note(layer, args[0]))
+    driver = Driver(runner, PAGES, PAGE)
+    lanes = [driver.add(list(range(9))), driver.add(list(range(5)))]
+    batch = driver.batch(list(zip(lanes, (9, 5), strict=True)))
+    hidden_of(runner, _reading(batch, sampled, [], []))
+    assert rows == {"0": 14, "1": 14, **({"2": 1} if sampled else {})}
