@@ -381,7 +381,6 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         moe_layer_start_index=1,
     ),
     "granite": lambda: GraniteConfig(**_without("head_dim"), **_GRANITE),
-    "glm": lambda: GlmConfig(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
     "glm4": lambda: Glm4Config(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
     "glm4_moe": lambda: Glm4MoeConfig(**_glm_moe(), attention_bias=True, rope_parameters=_HALF_ROTARY),
     "minimax_m2": lambda: MiniMaxM2Config(
@@ -390,7 +389,6 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=2,
         rope_parameters=_HALF_ROTARY,
     ),
-    "ministral": lambda: MinistralConfig(**_WINDOWED),
     "ministral3": lambda: Ministral3Config(
         **COMMON,
         rope_parameters={
@@ -400,9 +398,6 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
             "llama_4_scaling_beta": 0.5,
         },
     ),
-    "nanochat": lambda: NanoChatConfig(**_without("head_dim"), final_logit_softcapping=6.0),
-    "nemotron": lambda: NemotronConfig(**COMMON, rope_parameters=_HALF_ROTARY),
-    "olmo": lambda: OlmoConfig(**_without("head_dim"), clip_qkv=1.0),
     "olmo2": lambda: Olmo2Config(**_without("head_dim")),
     "olmo3": lambda: Olmo3Config(
         **{**_without("head_dim"), "num_hidden_layers": 4},
@@ -421,9 +416,6 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         logit_scale=0.5,
         sliding_window=WINDOW,
         layer_types=_SLIDING,
-    ),
-    "cohere": lambda: CohereConfig(
-        **{**_without("head_dim"), "tie_word_embeddings": True}, logit_scale=0.5, use_qk_norm=True
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
         **_deepseek_of_kinds(),
@@ -504,13 +496,6 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         **_WINDOWED, **_EXPERTS, mlp_layer_types=["dense", "sparse", "sparse", "sparse"]
     ),
     "olmoe": lambda: OlmoeConfig(**_without("head_dim"), num_experts=4, num_experts_per_tok=2, clip_qkv=1.0),
-    "stablelm": lambda: StableLmConfig(
-        **_without("head_dim"),
-        use_qkv_bias=True,
-        qk_layernorm=True,
-        use_parallel_residual=True,
-        rope_parameters=_HALF_ROTARY,
-    ),
     "starcoder2": lambda: Starcoder2Config(**_without("head_dim"), sliding_window=WINDOW),
     "youtu": lambda: YoutuConfig(
         **{key: value for key, value in _deepseek(q_lora_rank=24).items() if key not in _DEEPSEEK_EXPERTS}
@@ -523,6 +508,21 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         layer_types=["conv", "full_attention"] * 2,
+    ),
+    "cohere": lambda: CohereConfig(
+        **{**_without("head_dim"), "tie_word_embeddings": True}, logit_scale=0.5, use_qk_norm=True
+    ),
+    "glm": lambda: GlmConfig(**COMMON, attention_bias=True, rope_parameters=_HALF_ROTARY),
+    "ministral": lambda: MinistralConfig(**_WINDOWED),
+    "nanochat": lambda: NanoChatConfig(**_without("head_dim"), final_logit_softcapping=6.0),
+    "nemotron": lambda: NemotronConfig(**COMMON, rope_parameters=_HALF_ROTARY),
+    "olmo": lambda: OlmoConfig(**_without("head_dim"), clip_qkv=1.0),
+    "stablelm": lambda: StableLmConfig(
+        **_without("head_dim"),
+        use_qkv_bias=True,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        rope_parameters=_HALF_ROTARY,
     ),
 }
 """Families whose memory and attention are another family's, and that differ in their layers alone."""
