@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dropped import pass_paged
-from engine.families.heads import cap_logits, divide_logits, multiply_logits, scale_by_config
+from engine.families.heads import apply_logit_scale, cap_logits, divide_logits, multiply_logits
 from kvcache.layout import KVGroupSpec
 
 
@@ -46,7 +46,7 @@ def _granite(architecture: str) -> Family:
 FAMILIES: dict[str, Family] = {
     "apertus": _family("ApertusForCausalLM"),
     "arcee": _family("ArceeForCausalLM"),
-    "cohere": replace(_family("CohereForCausalLM"), prepare=scale_by_config),
+    "cohere": replace(_family("CohereForCausalLM"), prepare=apply_logit_scale),
     "ernie4_5": _family("Ernie4_5ForCausalLM"),
     "ernie4_5_moe": _family("Ernie4_5_MoeForCausalLM"),
     "gemma": _family("GemmaForCausalLM"),

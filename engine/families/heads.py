@@ -52,7 +52,7 @@ def multiply_logits(model: Any) -> None:
     scale_logits(model, model.config.logits_scaling)
 
 
-def scale_by_config(model: Any) -> None:
+def apply_logit_scale(model: Any) -> None:
     """By `logit_scale` of the model's config, as Cohere's are."""
     scale_logits(model, model.config.logit_scale)
 

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
-from engine.families.heads import cap_logits, divide_logits, scale_by_config
+from engine.families.heads import apply_logit_scale, cap_logits, divide_logits
 from kvcache.layout import KVGroupSpec
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": by_layer_type("GptOssForCausalLM"),
     "afmoe": by_layer_type("AfmoeForCausalLM"),
     "cwm": by_layer_type("CwmForCausalLM"),
-    "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=scale_by_config),
+    "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=apply_logit_scale),
     "dots1": by_layer_type("Dots1ForCausalLM"),
     "exaone4": by_layer_type("Exaone4ForCausalLM"),
     "exaone_moe": by_layer_type("ExaoneMoeForCausalLM"),

@@ -13,6 +13,8 @@ from tests.support.random_shapes import (
     of_kinds,
 )
 
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
 
 def _cohere2(draw: ShapeDraw) -> Keys:
     return {
@@ -74,7 +76,7 @@ def _half_rotary(draw: ShapeDraw) -> Keys:
     return {
         "head_dim": draw.rng.choice([8, 16, 24]),
         "attention_bias": draw.flag(),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "rope_parameters": _HALF_ROTARY,
     }
 
 
@@ -403,7 +405,7 @@ def _stablelm(draw: ShapeDraw) -> Keys:
         "use_qkv_bias": draw.flag(),
         "qk_layernorm": draw.flag(),
         "use_parallel_residual": draw.flag(),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "rope_parameters": _HALF_ROTARY,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +171,11 @@ def test_the_last_mlp_outside_computes_the_rows_that_are_read(sampled: list[int]
     runner, _ = fused(drawn("llama_bias")[0])
     rows: dict[str, int] = {}
 
-    def note(layer: str, inputs: torch.Tensor) -> None:
-        rows[layer] = inputs.shape[1]
+    def note(layer: str, _mlp: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        rows[layer] = inputs[0].shape[1]
 
-    outside = runner.forward.decoder.outside
-    for layer, mlp in outside.items():
-        mlp.register_forward_pre_hook(lambda _, args, layer=layer: note(layer, args[0]))
+    for layer, mlp in runner.forward.decoder.outside.items():
+        mlp.register_forward_pre_hook(partial(note, layer))
     driver = Driver(runner, PAGES, PAGE)
     lanes = [driver.add(list(range(9))), driver.add(list(range(5)))]
     batch = driver.batch(list(zip(lanes, (9, 5), strict=True)))
