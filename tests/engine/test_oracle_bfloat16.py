@@ -3,6 +3,11 @@
 Over 2,000 teacher-forced positions, logits of our path in bfloat16 differ from transformers' float32 by no
 more than LAW times what transformers' own bfloat16 differs, in the worst case and on average; and the best
 token may be another one only where float32 itself hardly prefers it. Each backend is forced in turn.
+
+A choice of experts, or of their groups, that is nearly a tie falls either way in bfloat16. It does so at ten
+of 2,000 positions for transformers, and at ten others for us, each with an error of its own size. So with
+other seeds the largest error of a mixture is now and then twice transformers' largest, while the average is
+lower (dots1, seed 53: at three positions, where two groups' sums of scores differ by less than 0.01).
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ def yardstick_of(model: str, directory: Path) -> Yardstick:
     if model == "demo":
         path, ids = DEMO, demo_ids()
     else:
-        seed = EVERY.index(model)  # llama and mistral with one seed are one model
+        seed = sum(model.encode())  # llama and mistral with one seed are one model
         path = make_tiny(model, directory, seed)
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH)))
     with torch.inference_mode():

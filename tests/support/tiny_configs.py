@@ -525,8 +525,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         rope_parameters=_HALF_ROTARY,
     ),
 }
-"""Families whose memory and attention are another family's, and that differ in their layers alone. A new one
-comes last, for tests/engine/test_oracle_bfloat16.py seeds a model by its place."""
+"""Families whose memory and attention are another family's, and that differ in their layers alone."""
 
 
 def _glm_moe() -> dict[str, Any]:
