@@ -77,7 +77,7 @@ class EngineRig:
         self._scheduler = Scheduler(self._memory, self._runner, self._policy, scheduler_config)
         self._rooms = itertools.count(1)
         self._random = np.random.default_rng(0)
-        decoder = getattr(loaded.model, loaded.model.base_model_prefix)
+        decoder = loaded.model.model
         self._parts: list[float] = []
         self._decoder = decoder if isinstance(decoder, FusedDecoder) else None
 

@@ -22,6 +22,7 @@ class AttentionLayer:
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
     top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
+    in_chunks: bool = False  # a query sees those of its chunk of `window` tokens (engine/attention_chunks.py)
 
     @property
     def kv_layer(self) -> int:
@@ -44,6 +45,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
             getattr(m, "attn_logit_softcapping", None),
             getattr(m, "top_tokens", None),
             shared.get(m.layer_idx),
+            _kind(m) == "chunked_attention",
         )
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )
@@ -51,12 +53,22 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
 
 def _window(attention: Any) -> int | None:
     """The window of an attention module. Some read it from the config, Qwen2-MoE's in sliding layers."""
-    config = getattr(attention, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[attention.layer_idx] == "full_attention":
-        return None
-    window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    config: Any = getattr(attention, "config", None)
+    window: int | None
+    match _kind(attention):
+        case "full_attention":
+            window = None
+        case "chunked_attention":
+            window = config.attention_chunk_size
+        case _:
+            window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     return window
+
+
+def _kind(attention: Any) -> str | None:
+    """Its layer's entry in layer_types."""
+    kinds = getattr(getattr(attention, "config", None), "layer_types", None)
+    return kinds[attention.layer_idx] if kinds else None
 
 
 def check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:

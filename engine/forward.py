@@ -30,7 +30,7 @@ class ModelForward:
         self.attention = build_layers(config, loaded, pools)
         states = pools.get("state")
         self.states = PackedStates(states) if isinstance(states, MambaPool) else None
-        self.decoder = getattr(loaded.model, loaded.model.base_model_prefix)
+        self.decoder = loaded.model.model
 
     def of_batch(self, batch: ForwardBatch, input_ids: torch.Tensor) -> torch.Tensor:
         """What the last layer says of each new token, [T, hidden]. `input_ids` [T] are on the device."""

@@ -11,10 +11,11 @@ from typing import Any
 
 from engine.checkpoint.formats import stored_format
 from engine.errors import UnsupportedModel
-from engine.families import dense, hybrid, latent, shared, windowed
+from engine.families import chunked, dense, hybrid, latent, shared, windowed
 from engine.families.base import Family
 
 FAMILIES: dict[str, Family] = {
+    **chunked.FAMILIES,
     **dense.FAMILIES,
     **hybrid.FAMILIES,
     **latent.FAMILIES,
@@ -30,7 +31,7 @@ scales by the longest position in the input, which in a pack may belong to anoth
 _MUST_BE_OFF = {
     "attn_logit_softcapping": "the paged backends do not compute soft-capped attention scores",
     "final_logit_softcapping": "the sampler does not compute soft-capped logits",
-    "attention_chunk_size": "chunked attention hides tokens that the paged backends would show",
+    "attention_chunk_size": "chunked attention is computed in the families that have it",
     "alibi": "the paged backends do not add ALiBi's bias to scores",
     "num_kv_shared_layers": "layers that read another layer's KV are computed in the families that have them",
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",

@@ -24,6 +24,8 @@ EXPERTS = (
     "HYV3Experts",
     "Kolibri1Experts",
     "LagunaExperts",
+    "Llama4Experts",
+    "Llama4TextExperts",
     "Lfm2MoeExperts",
     "MellumExperts",
     "MiniMaxM2Experts",
@@ -37,7 +39,8 @@ EXPERTS = (
     "SolarOpenExperts",
     CLAMPED,
 )
-"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each."""
+"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. Llama 4's become
+ours (engine/llama4.py: Llama4Experts) after they are divided among ranks."""
 
 ROUTERS = (
     "GptOssTopKRouter",
@@ -46,6 +49,7 @@ ROUTERS = (
     "GraniteMoeSharedTopKRouter",
     "GraniteMoeTopKRouter",
     "LagunaTopKRouter",
+    "Llama4Router",
     "Lfm2MoeTopKRouter",
     "MellumTopKRouter",
     "MiniMaxM2TopKRouter",
@@ -92,6 +96,7 @@ NORMS = (
     "HyperCLOVAXRMSNorm",
     "Kolibri1RMSNorm",
     "LagunaRMSNorm",
+    "Llama4TextRMSNorm",
     "Lfm2MoeRMSNorm",
     "Lfm2RMSNorm",
     "Lfm3RMSNorm",
@@ -147,6 +152,7 @@ MLPS = (
     "HyperCLOVAXMLP",
     "Kolibri1MLP",
     "LagunaMLP",
+    "Llama4TextMLP",
     "MellumMLP",
     "Ministral3MLP",
     "Mistral4MLP",

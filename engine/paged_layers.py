@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from engine.attention_chunks import AttentionChunks
 from engine.batch import ForwardBatch, ReadRows
 from kvcache.layout import GroupSpec
 
@@ -157,6 +158,7 @@ class PagedLayers:
     those of the new tokens, and it writes them again where they are. A backend needs no second form for it.
 
     `tail`: these layers over backends of their own, for the tokens that are read, if not all are.
+    `chunks`: what the layers of the window group attend to, unless it is all of their window.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class PagedLayers:
         latent: LatentBackend | None = None,
         shared: Mapping[int, int] | None = None,
         tail: PagedLayers | None = None,
+        chunks: AttentionChunks | None = None,
     ) -> None:
         self.full = full
         self.window = window
@@ -174,6 +177,7 @@ class PagedLayers:
         self._groups = groups
         self._shared = shared or {}
         self.tail = tail
+        self._chunks = chunks
         self.reads: ReadRows | None = None  # of the prepared batch
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
@@ -209,7 +213,8 @@ class PagedLayers:
         def fix(backend: Any) -> Any:
             return None if backend is None else backend.fixed(sequences, context_pages)
 
-        return PagedLayers(fix(self.full), fix(self.window), self._groups, fix(self.latent), self._shared)
+        full, window, latent = fix(self.full), fix(self.window), fix(self.latent)
+        return PagedLayers(full, window, self._groups, latent, self._shared, chunks=self._chunks)
 
     def check_step(self, tokens: int, sequences: int) -> None:
         """Raises BackendUnavailable if a backend may refuse a step of so many new tokens and sequences."""
@@ -223,7 +228,8 @@ class PagedLayers:
         if self.full is not None:
             self.full.prepare(batch)
         if self.window is not None:
-            self.window.prepare(batch.for_window())
+            of_window = batch.for_window()
+            self.window.prepare(of_window if self._chunks is None else self._chunks.of(of_window))
         if self.latent is not None:
             self.latent.prepare(batch)
         self.reads = batch.read_rows()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.attention_chunks import AttentionChunks
 from engine.backends.flashinfer_limits import check_heads
 from engine.backends.latent_choose import build_latent
 from engine.backends.pick import pick
@@ -40,20 +41,23 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
             built[group.kind] = build_attention(config, pool, *like)
             if any(facts.shares is not None for facts in layers):
                 tail[group.kind] = build_attention(config, pool, *like, beside=built[group.kind])
-    return layers_over(loaded, built, latent, tail)
+    return layers_over(loaded, pools, built, latent, tail)
 
 
 def layers_over(
     loaded: LoadedModel,
+    pools: Mapping[str, KVCache],
     built: Mapping[str, AttentionBackend],
     latent: LatentBackend | None,
     tail: Mapping[str, AttentionBackend],
 ) -> PagedLayers:
     """The layers of a model over backends by the kind of their group; `tail`: of those that share keys and
-    values."""
+    values. Raises ConfigError if pages do not divide chunked attention."""
     groups, shared = loaded.spec.groups, loaded.shared
+    chunked = {facts.window for facts in loaded.attention if facts.in_chunks}
+    chunks = AttentionChunks(chunked.pop() or 0, pools["window"].page_size) if chunked else None
     last = PagedLayers(tail.get("full"), tail.get("window"), groups, None, shared) if tail else None
-    return PagedLayers(built.get("full"), built.get("window"), groups, latent, shared, last)
+    return PagedLayers(built.get("full"), built.get("window"), groups, latent, shared, last, chunks)
 
 
 def build_attention(

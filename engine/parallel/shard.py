@@ -68,6 +68,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "granite_swa": _SINKS,
     "granitemoe_swa": {**_SINKS, **_EXPERTS},
     "laguna": {"g_proj.weight": 0},
+    "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
     "minimax_m2": _NORMS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
@@ -85,7 +86,7 @@ _KV_HEADS = "num_key_value_heads"
 _HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
-    *("num_attention_heads", "intermediate_size"),
+    *("num_attention_heads", "intermediate_size", "intermediate_size_mlp"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""
@@ -117,6 +118,7 @@ _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
     "glm": _gate_up,
     "glm4": _gate_up,
     "granitemoe_swa": _wide_experts,
+    "llama4_text": _wide_experts,
     "mistral4": _experts,
     "phi3": _qkv_and_gate_up,
 }

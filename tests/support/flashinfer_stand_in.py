@@ -365,4 +365,4 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
                 tail[group.kind] = FlashInferAttention(
                     pool, first.query_heads, first.scale, sinks, first.softcap, workspace
                 )
-    return layers_over(loaded, built, built.get("latent"), tail)
+    return layers_over(loaded, pools, built, built.get("latent"), tail)

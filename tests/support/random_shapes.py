@@ -347,6 +347,25 @@ def _lfm3(draw: ShapeDraw) -> Keys:
     }
 
 
+def _llama4(draw: ShapeDraw) -> Keys:
+    """Pages have to divide a chunk."""
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    return {
+        **experts,
+        "intermediate_size_mlp": 8 * draw.rng.randrange(2, 16),
+        "moe_layers": [layer for layer in range(draw.layers) if draw.flag()],
+        "no_rope_layers": [int(draw.flag()) for _ in range(draw.layers)],
+        "attention_chunk_size": draw.rng.choice([16, 48, 64, 400]),
+        "use_qk_norm": draw.flag(),
+        "attn_temperature_tuning": draw.flag(),
+        "floor_scale": draw.rng.choice([4, 30, 8192]),
+        "attn_scale": draw.rng.choice([0.1, 0.7]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -369,5 +388,6 @@ SHAPES = {
     "falcon_h1": _falcon_h1,
     "lfm2": lfm2,
     "lfm3": _lfm3,
+    "llama4_text": _llama4,
 }
 """model_type -> the keys beside those that all have."""

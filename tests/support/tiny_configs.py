@@ -47,6 +47,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
+    Llama4TextConfig,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
@@ -139,6 +140,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 """Families and variants; the part before "_" is not always the model_type."""
 
 WINDOW = 24
+CHUNK = 32
 """Of the tiny models with one: it bites in short contexts, and is no whole number of 16-token pages."""
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _GEMMA4: dict[str, Any] = {
@@ -333,6 +335,17 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
             "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 4.0],
             "long_factor": [1.0, 2.0, 4.0, 6.0, 10.0, 20.0, 30.0, 40.0],
         },
+    ),
+    "llama4_text": lambda: Llama4TextConfig(
+        **{**COMMON, "num_hidden_layers": 4},
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        attention_chunk_size=CHUNK,
+        floor_scale=16,
+        attn_scale=0.5,
     ),
 }
 """Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""

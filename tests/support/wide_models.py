@@ -24,6 +24,7 @@ WIDE = (
     "mistral_window",
     "gemma4_text",
     "gpt_oss",
+    "llama4_text",
     "deepseek_v3",
     "deepseek_v32",
     "qwen3_next",
