@@ -26,6 +26,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    KimiLinearConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -92,8 +93,8 @@ def _dense() -> dict[str, PretrainedConfig]:
 
 
 def _mixtures() -> dict[str, PretrainedConfig]:
-    """With the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router and low-rank queries)
-    and Qwen3-Next-80B-A3B."""
+    """With the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router and low-rank
+    queries), Qwen3-Next-80B-A3B and Kimi-Linear-48B-A3B."""
     return {
         "qwen3_moe": Qwen3MoeConfig(
             **COMMON,
@@ -154,6 +155,15 @@ def _mixtures() -> dict[str, PretrainedConfig]:
             shared_expert_intermediate_size=512,
             num_experts=32,
             num_experts_per_tok=10,
+        ),
+        "kimi_linear": KimiLinearConfig(
+            **COMMON,
+            hidden_size=2304,
+            num_hidden_layers=8,
+            layer_types=[*["linear_attention"] * 3, "full_attention"] * 2,
+            intermediate_size=9216,
+            moe_intermediate_size=1024,
+            num_local_experts=16,
         ),
     }
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from engine.paged_layers import PagedLayers
+from engine.row_widths import filled_up
 
 ATTENTION_NAME = "baton_paged"
 
@@ -30,7 +31,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over pages. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+    """Attend over pages. query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
 
     `s_aux` holds attention sinks (gpt-oss): [Hq] logits that join each softmax and carry no value. `_kwargs`
     holds the options of other attention functions (dropout, scaling, sliding window). They are not read here:
@@ -38,12 +39,13 @@ def paged_attention(
     """
     assert attention_mask is None
     assert query.shape[0] == 1
-    q = query.transpose(1, 2)[0]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     layer: int = module.layer_idx  # type: ignore[assignment]
     backend, place = paged.of_layer[layer]
-    backend.forward(place, q, key.transpose(1, 2)[0], value.transpose(1, 2)[0], out, s_aux)
-    return out[None], None
+    width = paged.width_of_layer[layer]
+    q, k, v = (filled_up(heads, width).transpose(1, 2)[0] for heads in (query, key, value))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    backend.forward(place, q, k, v, out, s_aux)
+    return out[None, ..., : value.shape[-1]], None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -41,7 +41,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
             getattr(m, "num_heads", heads),  # Laguna's layers differ
             float(m.scaling),
             _window(m),
-            hasattr(m, "sinks"),
+            getattr(m, "sinks", None) is not None,
             getattr(m, "attn_logit_softcapping", None),
             getattr(m, "top_tokens", None),
             shared.get(m.layer_idx),

@@ -34,6 +34,11 @@ Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.T
 """(q [1, heads, T, rope_dim], k [1, 1, T, rope_dim], the model's position embeddings) -> both rotated."""
 
 
+def unrotated(q: torch.Tensor, k: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A Rotate of models whose latent layers know no positions (Kimi Linear)."""
+    return q, k
+
+
 class LatentAttention(nn.Module):
     """Replaces DeepSeek's attention, or one of the same form, after loading.
 
@@ -64,9 +69,10 @@ class LatentAttention(nn.Module):
         self.w_uv = nn.Parameter(w_uv.contiguous(), requires_grad=False)  # [heads, rank, v_dim]
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """hidden_states [1, T, hidden] -> the same shape, as in the replaced module."""
+        """hidden_states [1, T, hidden] -> the same shape, as in the replaced module. A model that rotates
+        nothing has no position_embeddings."""
         return self._attend(hidden_states, self._compressed(hidden_states), position_embeddings, paged), None
 
     def _attend(
@@ -110,7 +116,7 @@ class ScaledLatentAttention(LatentAttention):
         self._original_positions: int = rope["original_max_position_embeddings"]
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **more: Any
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **more: Any
     ) -> tuple[torch.Tensor | None, ...]:
         positions: torch.Tensor = more["position_ids"]  # [1, T]
         growth = torch.log1p(torch.floor(positions / self._original_positions))
@@ -163,7 +169,7 @@ class SparseLatentAttention(LatentAttention):
         self.indexer = None if attention.indexer is None else Indexer(attention.indexer, rotate_index)
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
         compressed = self._compressed(hidden_states)
         if self.indexer is not None:
@@ -177,6 +183,6 @@ class SharingLatentAttention(SparseLatentAttention):
     """Of GLM, in which transformers hands a choice from layer to layer. Here the backend keeps it."""
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        return *super().forward(hidden_states, position_embeddings, paged), None
+        return *super().forward(hidden_states, paged, position_embeddings), None

@@ -38,6 +38,7 @@ from engine.parallel.shard import Shard
 from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
 from engine.replacement_table import apply_replacements
+from engine.row_widths import fitted
 from engine.spec import ModelSpec
 from engine.text_part import text_part, text_weights
 from kvcache.layout import stored_as
@@ -98,9 +99,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         divide_head(model, group)
     family.prepare(model)
     keep_frequencies(model)
-    groups = stored_as(
-        family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
-    )
+    of_family = fitted(family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), config)
+    groups = stored_as(of_family, KVFormat(config.kv_cache_dtype))
     attention = attention_layers(model, family.shared(hf_config))
     check_layers(groups, attention)
     spec = ModelSpec(

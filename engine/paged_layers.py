@@ -9,7 +9,7 @@ import torch
 
 from engine.attention_chunks import AttentionChunks
 from engine.batch import ForwardBatch, ReadRows
-from kvcache.layout import GroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec
 
 
 class DecoderOutput(NamedTuple):
@@ -187,6 +187,13 @@ class PagedLayers:
             for place, layer in enumerate(group.layer_ids)
         }
         self.of_layer |= {layer: self.of_layer[own] for layer, own in self._shared.items()}
+        self.width_of_layer = {  # values of a key in a page (engine/row_widths.py)
+            layer: group.head_dim
+            for group in groups
+            if isinstance(group, KVGroupSpec)
+            for layer in group.layer_ids
+        }
+        self.width_of_layer |= {layer: self.width_of_layer[own] for layer, own in self._shared.items()}
         self.latent_of_layer: dict[int, tuple[LatentBackend, int]] = {
             layer: (latent, place)
             for group in groups

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +35,7 @@ from engine.parallel.group import side_by_side
 from engine.ranks.messages import Compute, LoadPart
 from engine.ranks.rank import ModelPart
 from engine.replacement_table import apply_replacements
+from engine.row_widths import fitted
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
 from kvcache.divided import pool_of_parts
@@ -161,8 +162,10 @@ def dry_run(directory: Path, group: OneOfTwo | None = None) -> dict[str, int]:
         loaded = loader.load_model(config, group)
         with FakeCuda() as device, patch.object(stand_in, "capturing", lambda: device.is_capturing):
             on_fake_cuda(loaded.model)
-            pools = _pools(loaded, 1 if group is None else group.size)
             on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
+            groups = fitted(loaded.spec.groups, on_cuda)
+            loaded = replace(loaded, spec=replace(loaded.spec, groups=groups))
+            pools = _pools(loaded, 1 if group is None else group.size)
             kept: set[str] = set()
             apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, kept))
             recorder = FakeRecorder(device)

@@ -1,5 +1,5 @@
-// One token of a gated delta net (arXiv 2412.06464) for each row: convolution, recurrence and gated norm. A plain C
-// struct, mirrored by a ctypes.Structure in delta_net.py.
+// One token of a gated delta net (arXiv 2412.06464), or of Kimi's delta attention (arXiv 2510.26692), for each row:
+// convolution, recurrence and gated norm. A plain C struct, mirrored by a ctypes.Structure in delta_net.py.
 #pragma once
 #include <cstdint>
 
@@ -25,7 +25,7 @@ struct Call {
   const int64_t* writes;
   const float* conv_weight;  // [channels, taps]
   const float* rate;         // [key_heads x ratio] -e^A_log
-  const float* dt_bias;      // [key_heads x ratio]
+  const float* dt_bias;      // [key_heads x ratio x decays]
   const float* norm;         // [value_dim]
   bf16* out;                 // [rows, key_heads x ratio x value_dim]
   int64_t rows;
@@ -34,6 +34,8 @@ struct Call {
   int32_t key_dim;    // a multiple of 16, at most kMaxDim
   int32_t value_dim;  // the same
   int32_t taps;       // inputs of the convolution
+  int32_t decays;     // of each head: 1, or key_dim where each of its channels has its own (Kimi)
+  int32_t is_silu;    // the gate of the result; else a sigmoid
   float eps;          // of the norm
   int32_t threads;
 };

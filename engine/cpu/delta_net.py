@@ -1,4 +1,5 @@
-"""Decode steps of gated delta nets (Qwen3-Next, Qwen3.5): one C++ call between the projections.
+"""Decode steps of gated delta nets (Qwen3-Next, Qwen3.5) and of Kimi's delta attention: one C++ call between
+the projections.
 
 With transformers' modules a step of one layer takes some forty operators, five of which go through the
 whole state [heads, key_dim, value_dim] in float32, and states are gathered and scattered besides. Here a
@@ -8,6 +9,8 @@ state is read from one slot and written to another, which may be the same.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +20,9 @@ from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT, SequenceStates
 
-MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+KIMI = "KimiLinearDeltaAttention"
+"""It has a decay for each channel of a head's keys, and the gate of its result is a sigmoid."""
+MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", KIMI)
 """The transformers classes that DeltaNet computes."""
 
 MAX_DIM = 256  # delta_net.h: kMaxDim
@@ -40,6 +45,7 @@ class DeltaNetCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("conv_weight", "rate", "dt_bias", "norm", "out")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("key_heads", "ratio", "key_dim", "value_dim", "taps")),
+        *((name, ctypes.c_int32) for name in ("decays", "is_silu")),
         ("eps", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
@@ -48,19 +54,86 @@ class DeltaNetCall(ctypes.Structure):
 class _Place(NamedTuple):
     """Where the heads of one input lie in the output of a projection, in elements."""
 
-    projection: int  # its number among the outputs of DeltaNet._project
+    projection: int  # its number among the outputs of _Form.project
     first: int  # of key head 0
     head: int  # from one key head to the next
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What differs between the mixers."""
+
+    key_heads: int
+    ratio: int  # values of a key head
+    key_dim: int
+    value_dim: int
+    decays: int  # of a value's head: 1, or key_dim
+    norm: Any  # of a head's result
+    dt_bias: torch.Tensor  # [value heads x decays]
+    project: Callable[[torch.Tensor], list[torch.Tensor]]  # [B, hidden] -> the outputs of projections
+    places: dict[str, _Place]  # of q, k, v, z (the gate), b (the rate) and a (the decay)
+    out: nn.Module
+
+
+def _form(mixer: Any) -> _Form:
+    return _kimi(mixer) if type(mixer).__name__ == KIMI else _gated(mixer)
+
+
+def _kimi(mixer: Any) -> _Form:
+    dim, gate = mixer.head_dim, mixer.forget_gate
+
+    def project(hidden: torch.Tensor) -> list[torch.Tensor]:
+        of_heads = [projection(hidden) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
+        gates = mixer.g_b_proj(mixer.g_a_proj(hidden))
+        return [*of_heads, gates, mixer.b_proj(hidden), gate.f_b_proj(gate.f_a_proj(hidden))]
+
+    places = {name: _Place(number, 0, dim) for number, name in enumerate("qkvz")}
+    places |= {"b": _Place(4, 0, 1), "a": _Place(5, 0, dim)}
+    return _Form(mixer.num_heads, 1, dim, dim, dim, mixer.o_norm, gate.dt_bias, project, places, mixer.o_proj)
+
+
+def _gated(mixer: Any) -> _Form:
+    """Qwen3-Next projects by key head, Qwen3.5 one input after the other."""
+    key, ratio = mixer.head_k_dim, mixer.num_v_heads // mixer.num_k_heads
+    values = ratio * mixer.head_v_dim  # of one key head
+    names: tuple[str, ...]
+    if hasattr(mixer, "in_proj_qkvz"):
+        names, head = ("in_proj_qkvz", "in_proj_ba"), 2 * key + 2 * values
+        places = {
+            "q": _Place(0, 0, head),
+            "k": _Place(0, key, head),
+            "v": _Place(0, 2 * key, head),
+            "z": _Place(0, 2 * key + values, head),
+            "b": _Place(1, 0, 2 * ratio),
+            "a": _Place(1, ratio, 2 * ratio),
+        }
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        places = {
+            "q": _Place(0, 0, key),
+            "k": _Place(0, mixer.key_dim, key),
+            "v": _Place(0, 2 * mixer.key_dim, values),
+            "z": _Place(1, 0, values),
+            "b": _Place(2, 0, ratio),
+            "a": _Place(3, 0, ratio),
+        }
+
+    def project(hidden: torch.Tensor) -> list[torch.Tensor]:
+        return [getattr(mixer, name)(hidden) for name in names]
+
+    dims = mixer.num_k_heads, ratio, key, mixer.head_v_dim, 1
+    return _Form(*dims, mixer.norm, mixer.dt_bias, project, places, mixer.out_proj)
+
+
 def fusible(mixer: Any) -> bool:
     """Whether DeltaNet computes the same as this transformers mixer."""
+    form, is_kimi = _form(mixer), type(mixer).__name__ == KIMI
     return (
         mixer.activation == "silu"
-        and mixer.norm.activation == "silu"
+        and form.norm.activation == ("sigmoid" if is_kimi else "silu")
         and mixer.conv1d.bias is None
-        and mixer.num_v_heads % mixer.num_k_heads == 0
-        and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (mixer.head_k_dim, mixer.head_v_dim))
+        and (is_kimi or mixer.num_v_heads % mixer.num_k_heads == 0)
+        and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (form.key_dim, form.value_dim))
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in mixer.parameters())
     )
 
@@ -71,12 +144,13 @@ class DeltaNet(nn.Module):
     def __init__(self, mixer: Any) -> None:
         super().__init__()
         self.mixer = mixer
-        self._places = _places(mixer)
+        self._form = form = _form(mixer)
+        rates = mixer.forget_gate.A_log if type(mixer).__name__ == KIMI else mixer.A_log
         self._kept = (
             mixer.conv1d.weight.detach().float().squeeze(1).contiguous(),
-            -mixer.A_log.detach().float().exp(),
-            mixer.dt_bias.detach().float().contiguous(),
-            mixer.norm.weight.detach().float().contiguous(),
+            -rates.detach().float().flatten().exp(),
+            form.dt_bias.detach().float().contiguous(),
+            form.norm.weight.detach().float().contiguous(),
         )
         conv, rate, dt_bias, norm = (kept.data_ptr() for kept in self._kept)
         self._library = kernels()
@@ -86,12 +160,14 @@ class DeltaNet(nn.Module):
             rate=rate,
             dt_bias=dt_bias,
             norm=norm,
-            key_heads=mixer.num_k_heads,
-            ratio=mixer.num_v_heads // mixer.num_k_heads,
-            key_dim=mixer.head_k_dim,
-            value_dim=mixer.head_v_dim,
+            key_heads=form.key_heads,
+            ratio=form.ratio,
+            key_dim=form.key_dim,
+            value_dim=form.value_dim,
             taps=mixer.conv_kernel_size,
-            eps=mixer.norm.variance_epsilon,
+            decays=form.decays,
+            is_silu=form.norm.activation == "silu",
+            eps=form.norm.variance_epsilon,
         )
 
     def forward(self, hidden_states: torch.Tensor, cache_params: SequenceStates) -> torch.Tensor:
@@ -113,8 +189,8 @@ class DeltaNet(nn.Module):
         """
         call, conv, recurrent = self._call, states[CONV], states[RECURRENT]
         assert (conv.dtype, recurrent.dtype) == (torch.bfloat16, torch.float32)
-        projected = self._project(hidden)
-        for name, (projection, first, head) in self._places.items():
+        projected = self._form.project(hidden)
+        for name, (projection, first, head) in self._form.places.items():
             source = projected[projection]
             data = source.data_ptr() + first * source.element_size()
             setattr(call, name, _Heads(data, source.stride(0), head))
@@ -124,40 +200,9 @@ class DeltaNet(nn.Module):
             recurrent.stride(0) * recurrent.element_size(),
         )
         call.reads, call.writes, call.rows = reads.data_ptr(), writes.data_ptr(), len(hidden)
-        out = torch.empty(len(hidden), self.mixer.value_dim, dtype=torch.bfloat16)
+        width = call.key_heads * call.ratio * call.value_dim
+        out = torch.empty(len(hidden), width, dtype=torch.bfloat16)
         call.out, call.threads = out.data_ptr(), kernel_threads()
         self._library.baton_delta_net(ctypes.byref(call))
-        result: torch.Tensor = self.mixer.out_proj(out)
+        result: torch.Tensor = self._form.out(out)
         return result
-
-    def _project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        mixer = self.mixer
-        if hasattr(mixer, "in_proj_qkvz"):
-            return [mixer.in_proj_qkvz(hidden), mixer.in_proj_ba(hidden)]
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        return [getattr(mixer, name)(hidden) for name in names]
-
-
-def _places(mixer: Any) -> dict[str, _Place]:
-    """Where the six inputs of the recurrence lie. Qwen3-Next projects them by key head, Qwen3.5 one after the
-    other."""
-    key, ratio = mixer.head_k_dim, mixer.num_v_heads // mixer.num_k_heads
-    values = ratio * mixer.head_v_dim  # of one key head
-    if hasattr(mixer, "in_proj_qkvz"):
-        head = 2 * key + 2 * values
-        return {
-            "q": _Place(0, 0, head),
-            "k": _Place(0, key, head),
-            "v": _Place(0, 2 * key, head),
-            "z": _Place(0, 2 * key + values, head),
-            "b": _Place(1, 0, 2 * ratio),
-            "a": _Place(1, ratio, 2 * ratio),
-        }
-    return {
-        "q": _Place(0, 0, key),
-        "k": _Place(0, mixer.key_dim, key),
-        "v": _Place(0, 2 * mixer.key_dim, values),
-        "z": _Place(1, 0, values),
-        "b": _Place(2, 0, ratio),
-        "a": _Place(3, 0, ratio),
-    }

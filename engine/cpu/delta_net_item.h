@@ -1,4 +1,5 @@
-// A step of a gated delta net. Include vector_avx512.h or vector_avx2.h first, and define BATON_DELTA_NET.
+// A step of a gated delta net or of Kimi's delta attention. Include vector_avx512.h or vector_avx2.h first, and define BATON_DELTA_NET.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -26,21 +27,23 @@ void normalise(float* x, int n, float to) {
 }
 
 // One head's recurrence over columns [0, 16 N) of its state [key_dim, value_dim]:
-//   S' = decay S + k (beta (v - decay S^T k))^T,  out = S'^T q
+//   S' = D S + k (beta (v - (D S)^T k))^T,  out = S'^T q,  where D has the decay of each of the keys' channels
 template <int N>
-void columns(const float* from, float* to, const float* q, const float* k, const float* v, float decay, float beta,
+void columns(const float* from, float* to, const float* q, const float* k, const float* v, const float* decay, float beta,
              int key_dim, int64_t stride, float* out) {
   Vec seen[N], sum[N];
   for (Vec& x : seen) x = splat(0);
-  for (int i = 0; i < key_dim; ++i)
-    for (int n = 0; n < N; ++n) seen[n] = mul_add(load(from + i * stride + 16 * n), splat(k[i]), seen[n]);
+  for (int i = 0; i < key_dim; ++i) {
+    const Vec decayed = splat(decay[i] * k[i]);
+    for (int n = 0; n < N; ++n) seen[n] = mul_add(load(from + i * stride + 16 * n), decayed, seen[n]);
+  }
   for (int n = 0; n < N; ++n) {
-    seen[n] = mul(sub(load(v + 16 * n), mul(seen[n], splat(decay))), splat(beta));  // what is added along k
+    seen[n] = mul(sub(load(v + 16 * n), seen[n]), splat(beta));  // what is added along k
     sum[n] = splat(0);
   }
   for (int i = 0; i < key_dim; ++i)
     for (int n = 0; n < N; ++n) {
-      const Vec next = mul_add(splat(k[i]), seen[n], mul(load(from + i * stride + 16 * n), splat(decay)));
+      const Vec next = mul_add(splat(k[i]), seen[n], mul(load(from + i * stride + 16 * n), splat(decay[i])));
       store(to + i * stride + 16 * n, next);
       sum[n] = mul_add(next, splat(q[i]), sum[n]);
     }
@@ -98,13 +101,21 @@ class Step {
     const float* from = reinterpret_cast<const float*>(c.recurrent + c.reads[row] * c.recurrent_slot) + value_head * size;
     float* to = reinterpret_cast<float*>(c.recurrent + c.writes[row] * c.recurrent_slot) + value_head * size;
     const float beta = sigmoid(to_float(at(c.b, row, head)[i]));
-    const float step = softplus(to_float(at(c.a, row, head)[i]) + c.dt_bias[value_head]);
-    const float decay = std::exp(c.rate[value_head] * step);
+    float decay[kMaxDim];
+    decay_of(at(c.a, row, head) + i * c.decays, value_head, decay);
     int column = 0;
     for (; column + 128 <= c.value_dim; column += 128)
       columns<8>(from + column, to + column, q, k, v + column, decay, beta, c.key_dim, c.value_dim, out + column);
     for (; column < c.value_dim; column += 16)
       columns<1>(from + column, to + column, q, k, v + column, decay, beta, c.key_dim, c.value_dim, out + column);
+  }
+
+  // Of each channel of a head's keys.
+  void decay_of(const bf16* inputs, int64_t value_head, float* decay) const {
+    const Call& c = call_;
+    const float* bias = c.dt_bias + value_head * c.decays;
+    for (int i = 0; i < c.decays; ++i) decay[i] = std::exp(c.rate[value_head] * softplus(to_float(inputs[i]) + bias[i]));
+    if (c.decays == 1) std::fill(decay + 1, decay + c.key_dim, decay[0]);
   }
 
   // The norm of one head's result, times the gate.
@@ -116,7 +127,10 @@ class Step {
     float gates[16];
     for (int i = 0; i < c.value_dim; i += 16) {
       for (int j = 0; j < 16; ++j) gates[j] = to_float(gate[i + j]);
-      store(to + i, mul(mul(mul(load(x + i), scale), load(c.norm + i)), silu(load(gates))));
+      if (!c.is_silu)
+        for (float& gate : gates) gate = sigmoid(gate);
+      const Vec factor = c.is_silu ? silu(load(gates)) : load(gates);
+      store(to + i, mul(mul(mul(load(x + i), scale), load(c.norm + i)), factor));
     }
   }
 

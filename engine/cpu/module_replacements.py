@@ -92,9 +92,10 @@ class CpuReplacements:
         """Pack the projections of one gated delta net, and replace its decode steps."""
         if not packs(config) or not delta_net.fusible(mixer):
             return None
-        for name, child in list(mixer.named_children()):
-            if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
-                setattr(mixer, name, packed)
+        for part in list(mixer.modules()):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
+                    setattr(part, name, packed)
         return delta_net.DeltaNet(mixer)
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:

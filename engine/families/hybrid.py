@@ -1,4 +1,5 @@
-"""Families in which some layers keep a state of fixed size and some attend, to all tokens or to a window.
+"""Families in which some layers keep a state of fixed size and some attend: to all tokens, to a window, or to
+latents (Kimi Linear).
 
 Jamba and Nemotron-H are not in the table. In transformers their state depends on how the tokens are cut into
 chunks, so a cached state cannot be exact: Jamba's scan of several tokens ignores the state passed to it, and
@@ -7,7 +8,7 @@ Nemotron-H bounds the time step in a prompt but not in decode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.heads import divide_logits, scale_logits
+from engine.families.latent import absorb, latent_group, routed_by
 from engine.families.windowed import check_named, full_and_window
+from engine.latent import LatentAttention, unrotated
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
 
@@ -28,6 +31,7 @@ _MIXERS = {
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
     "FalconH1Mixer": "cache_params",
     "GraniteMoeHybridMambaLayer": "cache_params",
+    "KimiLinearDeltaAttention": "cache_params",
     "Lfm2ShortConv": "past_key_values",
     "Lfm2MoeShortConv": "past_key_values",
     "Lfm3ShortConv": "past_key_values",
@@ -42,23 +46,35 @@ Shapes = dict[str, tuple[int, ...]]
 
 def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple[GroupSpec, ...]]:
     def groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
-        kinds = list(enumerate(config.layer_types))
-        tensor_dtypes = {CONV: dtypes.model, RECURRENT: _RECURRENT_DTYPE}
-        tensors = [
-            StateTensor(layer, name, shape, tensor_dtypes[name])
-            for layer, kind in kinds
-            if kind in _KEEP_STATE
-            for name, shape in shapes_of(config).items()
-        ]
-        full, windowed = (
-            tuple(layer for layer, kind in kinds if kind in wanted) for wanted in (_ATTEND, {_SLIDE})
-        )
+        full, windowed = (_layers(config, wanted) for wanted in (_ATTEND, {_SLIDE}))
         attention = full_and_window(config, dtypes, full, windowed)
-        if not tensors:  # layer_types may name no layer that keeps a state
-            return attention
-        return *attention, StateGroupSpec(tuple(tensors))
+        return *attention, *_state_group(config, dtypes, shapes_of(config))
 
     return groups
+
+
+def _kimi_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
+    """Latents, and states like those of delta nets, with as many heads of keys as of values."""
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    shapes = {CONV: (3 * heads * dim, config.linear_conv_kernel_dim), RECURRENT: (heads, dim, dim)}
+    latents = latent_group(config, dtypes, _layers(config, _ATTEND))
+    return latents, *_state_group(config, dtypes, shapes)
+
+
+def _layers(config: Any, kinds: Collection[str]) -> tuple[int, ...]:
+    """Those of these kinds."""
+    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
+
+
+def _state_group(config: Any, dtypes: Dtypes, shapes: Shapes) -> tuple[StateGroupSpec, ...]:
+    """None if layer_types names no layer that keeps a state."""
+    tensor_dtypes = {CONV: dtypes.model, RECURRENT: _RECURRENT_DTYPE}
+    tensors = tuple(
+        StateTensor(layer, name, shape, tensor_dtypes[name])
+        for layer in _layers(config, _KEEP_STATE)
+        for name, shape in shapes.items()
+    )
+    return (StateGroupSpec(tensors),) if tensors else ()
 
 
 def _delta_net(config: Any) -> Shapes:
@@ -114,6 +130,11 @@ def _prepare_falcon(model: Any) -> None:
     scale_logits(model, model.config.lm_head_multiplier)
 
 
+def _prepare_kimi(model: Any) -> None:
+    _pack_mixers(model)
+    absorb(model, LatentAttention, unrotated)
+
+
 def _prepare_granite(model: Any) -> None:
     _pack_mixers(model)
     divide_logits(model)
@@ -121,6 +142,17 @@ def _prepare_granite(model: Any) -> None:
 
 def _check_granite(config: Any) -> None:
     _unbounded_time_step(config)
+    _some_attend(config)
+
+
+def _check_kimi(config: Any) -> None:
+    routed_by(config, "moe_layer_freq", 1)
+    routed_by(config, "moe_router_activation_func", "sigmoid")
+    if not getattr(config, "mla_use_nope", True):
+        raise UnsupportedModel(
+            "mla_use_nope is False in config.json: transformers rotates nothing in this model",
+            "use a checkpoint whose latent layers know no positions",
+        )
     _some_attend(config)
 
 
@@ -161,6 +193,14 @@ FAMILIES: dict[str, Family] = {
         layer_types=_LINEAR_OR_FULL,
         check=_check_granite,
         prepare=_prepare_granite,
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        _kimi_groups,
+        layer_types=_LINEAR_OR_FULL,
+        allows=frozenset({"kv_lora_rank"}),
+        check=_check_kimi,
+        prepare=_prepare_kimi,
     ),
     "lfm2": _with_short_convolutions("Lfm2ForCausalLM"),
     "lfm2_moe": _with_short_convolutions("Lfm2MoeForCausalLM"),

@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention in every layer."""
+"""Families with multi-head latent attention in every layer. One with it in some layers is in hybrid.py."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ from kvcache.layout import LatentGroupSpec
 _V2_ROUTING = ("greedy", "group_limited_greedy")
 
 
+def latent_group(config: Any, dtypes: Dtypes, layer_ids: tuple[int, ...]) -> LatentGroupSpec:
+    """These layers as one group of latents."""
+    return LatentGroupSpec(layer_ids, config.kv_lora_rank, config.qk_rope_head_dim, dtypes.kv)
+
+
 def _groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
-    layer_ids = tuple(range(config.num_hidden_layers))
-    return (LatentGroupSpec(layer_ids, config.kv_lora_rank, config.qk_rope_head_dim, dtypes.kv),)
+    return (latent_group(config, dtypes, tuple(range(config.num_hidden_layers))),)
 
 
 def _sparse_groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
@@ -44,20 +48,20 @@ def _check(config: Any) -> None:
             f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: the model has no latent",
             "use a checkpoint with latent attention",
         )
-    _routed_by(config, "moe_layer_freq", 1)
+    routed_by(config, "moe_layer_freq", 1)
 
 
 def _check_v2(config: Any) -> None:
     _check(config)
-    _routed_by(config, "topk_method", *_V2_ROUTING)
-    _routed_by(config, "scoring_func", "softmax")
-    _routed_by(config, "norm_topk_prob", False)
+    routed_by(config, "topk_method", *_V2_ROUTING)
+    routed_by(config, "scoring_func", "softmax")
+    routed_by(config, "norm_topk_prob", False)
 
 
 def _check_v3(config: Any) -> None:
     _check(config)
-    _routed_by(config, "topk_method", "noaux_tc")
-    _routed_by(config, "scoring_func", "sigmoid")
+    routed_by(config, "topk_method", "noaux_tc")
+    routed_by(config, "scoring_func", "sigmoid")
 
 
 def _check_sparse(config: Any) -> None:
@@ -79,7 +83,7 @@ def _check_scaled(config: Any) -> None:
         )
 
 
-def _routed_by(config: Any, key: str, *computed: Any) -> None:
+def routed_by(config: Any, key: str, *computed: Any) -> None:
     """Raises UnsupportedModel for a setting of DeepSeek's own code that transformers' does not read."""
     value = getattr(config, key, None)
     if value is not None and value not in computed:
@@ -110,15 +114,16 @@ def _rotate_v3_halves(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[to
     return rotated
 
 
-def _absorb(model: nn.Module, kind: Callable[..., LatentAttention], *rotations: Rotate) -> None:
-    """Replace the attention of every layer with one of this kind."""
+def absorb(model: nn.Module, kind: Callable[..., LatentAttention], *rotations: Rotate) -> None:
+    """Replace the attention of every layer that has latents with one of this kind."""
     decoder: Any = model.model
     for layer in decoder.layers:
-        layer.self_attn = kind(layer.self_attn, *rotations)
+        if hasattr(layer.self_attn, "kv_b_proj"):
+            layer.self_attn = kind(layer.self_attn, *rotations)
 
 
 def _prepare_v2(model: nn.Module) -> None:
-    _absorb(model, LatentAttention, _rotate_v2)
+    absorb(model, LatentAttention, _rotate_v2)
 
 
 def _rotation(model: nn.Module) -> Rotate:
@@ -127,19 +132,19 @@ def _rotation(model: nn.Module) -> Rotate:
 
 
 def _prepare_v3(model: nn.Module) -> None:
-    _absorb(model, LatentAttention, _rotation(model))
+    absorb(model, LatentAttention, _rotation(model))
 
 
 def _prepare_scaled(model: nn.Module) -> None:
-    _absorb(model, ScaledLatentAttention, _rotation(model))
+    absorb(model, ScaledLatentAttention, _rotation(model))
 
 
 def _prepare_v32(model: nn.Module) -> None:
-    _absorb(model, SparseLatentAttention, _rotate_v3_pairs, _rotate_v3_halves)
+    absorb(model, SparseLatentAttention, _rotate_v3_pairs, _rotate_v3_halves)
 
 
 def _prepare_glm(model: nn.Module) -> None:
-    _absorb(model, SharingLatentAttention, _rotate_v3_pairs, _rotate_v3_pairs)
+    absorb(model, SharingLatentAttention, _rotate_v3_pairs, _rotate_v3_pairs)
 
 
 _LATENT = frozenset({"kv_lora_rank"})

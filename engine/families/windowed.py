@@ -84,6 +84,14 @@ def _all_alike(architecture: str) -> Family:
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 
+def _mimo_groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
+    """Layers with a window have twice as many heads. Values are narrower than keys (engine/row_widths.py)."""
+    width = max(config.head_dim, config.v_head_dim)
+    full, *windowed = _groups_of(_named)(config, dtypes)
+    twice = 2 * config.num_key_value_heads
+    return replace(full, head_dim=width), *(replace(one, head_dim=width, kv_heads=twice) for one in windowed)
+
+
 FAMILIES: dict[str, Family] = {
     "mixtral": _all_alike("MixtralForCausalLM"),
     "phi3": _all_alike("Phi3ForCausalLM"),
@@ -112,6 +120,7 @@ FAMILIES: dict[str, Family] = {
     "kolibri1": by_layer_type("Kolibri1ForCausalLM"),
     "laguna": by_layer_type("LagunaForCausalLM"),
     "mellum": by_layer_type("MellumForCausalLM"),
+    "mimo_v2_flash": replace(by_layer_type("MiMoV2FlashForCausalLM"), groups=_mimo_groups),
     "olmo3": by_layer_type("Olmo3ForCausalLM"),
     "smollm3": by_layer_type("SmolLM3ForCausalLM"),
     "starcoder2": _all_alike("Starcoder2ForCausalLM"),

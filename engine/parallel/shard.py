@@ -69,6 +69,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "granitemoe_swa": {**_SINKS, **_EXPERTS},
     "laguna": {"g_proj.weight": 0},
     "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
+    "mimo_v2_flash": {**_SINKS, "self_attn.attention_sink_bias": 0},  # as published
     "minimax_m2": _NORMS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
@@ -84,6 +85,7 @@ FAMILIES = tuple(sorted(_OF_TYPE))
 
 _KV_HEADS = "num_key_value_heads"
 _HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
+_TWICE_THE_KV_HEADS = "mimo_v2_flash"  # in layers with a window
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
     *("num_attention_heads", "intermediate_size", "intermediate_size_mlp"),
@@ -177,7 +179,7 @@ class Shard:
     def _kv_heads(self, config: Any) -> int:
         """Of this part, in a config whose layers all have the same."""
         whole: int = config.num_key_value_heads
-        can_repeat = "qkv_proj.weight" not in _segments(config)
+        can_repeat = "qkv_proj.weight" not in _segments(config) and config.model_type != _TWICE_THE_KV_HEADS
         return 1 if self.size % whole == 0 and can_repeat else self._share(_KV_HEADS, whole)
 
     def _share(self, key: str, whole: int) -> int:

@@ -28,12 +28,12 @@ from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from engine.states import CONV, RECURRENT, SequenceStates
-from kvcache.layout import KVGroupSpec, StateGroupSpec
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model, reference_model
 from tests.support.tiny_models import make_tiny
 
-HYBRID = ("falcon_h1", "lfm2", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = (*("falcon_h1", "kimi_linear", "lfm2", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),)
 PAGE, PAGES, TOKENS = 16, 40, 24
 _random = random.Random(21)
 PROMPTS = [[_random.randrange(256) for _ in range(n)] for n in (1, 2, 37, 150)]
@@ -108,6 +108,11 @@ def test_logits_and_states_are_those_of_transformers(family: str, drawn: Drawn) 
             torch.testing.assert_close(got, state[0], rtol=1e-4, atol=1e-4)
 
 
+def _of_a_token(group: Any) -> tuple[int, int]:
+    """Heads and width of what transformers caches of a token as its key: of latents, the latent."""
+    return (1, group.kv_lora_rank) if group.kind == "latent" else (group.kv_heads, group.head_dim)
+
+
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
@@ -117,7 +122,7 @@ def test_groups_are_the_layers_and_tensors_of_transformers(
     path = make_tiny(family, tmp_path, 0)
     loaded = load_model(EngineConfig(str(path), dtype=str(dtype).removeprefix("torch.")))
     *attention, state = loaded.spec.groups
-    assert all(isinstance(group, KVGroupSpec) for group in attention)
+    assert all(isinstance(group, KVGroupSpec | LatentGroupSpec) for group in attention)
     assert isinstance(state, StateGroupSpec)
     stock: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     seen = DynamicCache(config=stock.config)
@@ -132,7 +137,7 @@ def test_groups_are_the_layers_and_tensors_of_transformers(
     keys = {i: layer.keys for i, layer in enumerate(seen.layers) if getattr(layer, "keys", None) is not None}
     layers = [layer for group in attention for layer in group.layer_ids]
     assert layers == list(keys)
-    shapes = {(group.kv_heads, group.head_dim) for group in attention}
+    shapes = {_of_a_token(group) for group in attention}
     assert {(k.shape[1], k.shape[3]) for k in keys.values()} == shapes
     assert len(layers) >= 2
     assert len(state.layer_ids) >= 2
@@ -181,8 +186,8 @@ def test_the_families_pass_the_gate_as_saved_and_loaded(family: str, drawn: Draw
     path, _ = drawn(family)
     spec = load_model(EngineConfig(str(path))).spec
     assert spec.model_type == family
-    window = ["window"] if family == "lfm3" else []
-    assert [group.kind for group in spec.groups] == ["full", *window, "state"]
+    attention = {"kimi_linear": ["latent"], "lfm3": ["full", "window"]}.get(family, ["full"])
+    assert [group.kind for group in spec.groups] == [*attention, "state"]
 
 
 def poisoned(path: Path, token: int, into: Path) -> Path:

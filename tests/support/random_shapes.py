@@ -366,6 +366,22 @@ def _llama4(draw: ShapeDraw) -> Keys:
     }
 
 
+def _kimi_linear(draw: ShapeDraw) -> Keys:
+    """Latents whose keys are not rotated, and states."""
+    keys = deepseek(draw)
+    dense = keys.pop("first_k_dense_replace")
+    shared = {"num_local_experts": keys.pop("n_routed_experts")}
+    return {
+        **keys,
+        **shared,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(draw.layers)],
+        "layer_types": draw.kinds("linear_attention", "full_attention", "full_attention"),
+        "linear_num_heads": draw.rng.randrange(1, 5),
+        "linear_head_dim": draw.rng.choice([8, 16, 24]),
+        "linear_conv_kernel_dim": draw.rng.choice([2, 3, 4]),
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -389,5 +405,6 @@ SHAPES = {
     "lfm2": lfm2,
     "lfm3": _lfm3,
     "llama4_text": _llama4,
+    "kimi_linear": _kimi_linear,
 }
 """model_type -> the keys beside those that all have."""

@@ -42,6 +42,25 @@ def _cohere(draw: ShapeDraw) -> Keys:
     }
 
 
+def _mimo(draw: ShapeDraw) -> Keys:
+    """Layers with a window have twice as many heads of keys and values."""
+    kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
+    return {
+        "num_attention_heads": 2 * draw.heads,
+        "v_head_dim": draw.rng.choice([8, 16, 40]),
+        "sliding_window": draw.window(),
+        "layer_types": kinds,
+        "mlp_layer_types": [draw.rng.choice(["dense", "sparse"]) for _ in kinds],
+        **draw.experts("n_routed_experts"),
+        "attention_value_scale": draw.rng.choice([None, 0.7]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": {
+            kind: draw.rope(partial_rotary_factor=draw.rng.choice([0.5, 1.0]))
+            for kind in ("sliding_attention", "full_attention")
+        },
+    }
+
+
 def _windowed(draw: ShapeDraw) -> Keys:
     return {
         "hidden_size": draw.heads * draw.head_dim,
@@ -458,5 +477,6 @@ SIMILAR_SHAPES = {
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
     "youtu": _youtu,
+    "mimo_v2_flash": _mimo,
 }
 """model_type -> the keys beside those that all have."""

@@ -25,14 +25,17 @@ WIDE = (
     "gemma4_text",
     "gpt_oss",
     "llama4_text",
+    "mimo_v2_flash",
     "deepseek_v3",
     "deepseek_v32",
+    "kimi_linear",
     "qwen3_next",
 )
 
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:
-    """The family's tiny model with heads of 64, of Gemma 4's full layers 512, or latents of 512 + 64."""
+    """The family's tiny model with heads of 64, of Gemma 4's full layers 512, of MiMo's keys 96, which are
+    filled up to 128, or latents of 512 + 64."""
     config: Any = {**FAMILIES, **MIXED, **SIMILAR}[family]()
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
@@ -43,6 +46,8 @@ def make_wide(family: str, directory: Path, seed: int) -> Path:
             layer: {**keys, "head_dim": 512} for layer, keys in config.to_dict()["per_layer_config"].items()
         }
         config = type(config)(**{**config.to_dict(), "head_dim": 64, "per_layer_config": layers})
+    elif family == "mimo_v2_flash":
+        config.head_dim, config.v_head_dim = 96, 64
     else:
         config.head_dim = 64
     path = directory / f"{family}-wide"

@@ -1,4 +1,4 @@
-"""Fused steps of gated delta nets against transformers' modules in float64."""
+"""Fused steps of gated delta nets, and of Kimi's delta attention, against transformers' in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import KimiLinearConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -24,6 +25,7 @@ KINDS = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeGatedDeltaNet),
+    "kimi": (KimiLinearConfig, KimiLinearDeltaAttention),
 }
 HIDDEN, SLOTS = 64, 7
 
@@ -31,19 +33,21 @@ HIDDEN, SLOTS = 64, 7
 def make_mixer(kind="qwen3_next", key_heads=2, value_heads=6, key_dim=32, value_dim=144, act="silu"):
     torch.manual_seed(0)
     config_class, mixer_class = KINDS[kind]
+    if kind == "kimi":
+        shape = {"linear_num_heads": key_heads, "linear_head_dim": key_dim}
+    else:
+        shape = {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": value_heads,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": value_dim,
+        }
     config = config_class(
-        hidden_size=HIDDEN,
-        hidden_act=act,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        linear_key_head_dim=key_dim,
-        linear_value_head_dim=value_dim,
+        hidden_size=HIDDEN, hidden_act=act, num_hidden_layers=1, layer_types=["linear_attention"], **shape
     )
     mixer = mixer_class(config, 0)
     for name, parameter in mixer.named_parameters():
-        if name != "A_log":
+        if kind == "kimi" or name != "A_log":
             torch.nn.init.normal_(parameter, std=0.3)
     return mixer.bfloat16().requires_grad_(False)
 
@@ -60,6 +64,8 @@ def replaced(mixer):
         ("qwen3_5", (2, 2), (64, 128)),
         ("qwen3_5", (1, 4), (16, 16)),
         ("qwen3_5_moe", (2, 4), (32, 32)),
+        ("kimi", (3, 3), (32, 32)),
+        ("kimi", (2, 2), (144, 144)),
     ],
 )
 def test_a_step_equals_transformers_and_writes_only_its_slots(kind, heads, dims, isa):
@@ -111,5 +117,6 @@ def test_a_row_does_not_depend_on_the_batch():
 def test_what_cannot_be_fused_is_left_alone():
     assert replaced(make_mixer().float()) is None
     assert replaced(make_mixer(value_dim=24)) is None
+    assert replaced(make_mixer("kimi", key_dim=24)) is None
     assert replaced(make_mixer(act="gelu")) is None
     assert CpuReplacements().delta_net(make_mixer(), EngineConfig("m", linear="torch")) is None
