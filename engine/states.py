@@ -91,9 +91,12 @@ class _Call(NamedTuple):
 Mixer = Callable[[torch.Tensor, SequenceStates], torch.Tensor]
 """[B, L, hidden] and the states before it -> [B, L, hidden]. The states after it are in the cache."""
 
-Step = Callable[[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
-"""One token for each of B rows, with the states left in their slots: ([B, hidden], the layer's tensors by
-name, each [slots, ...], slots to read [B], slots to write [B]) -> [B, hidden]."""
+RunInSlots = Callable[
+    [torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None, torch.Tensor], torch.Tensor
+]
+"""L tokens of each of B sequences, with the states left in their slots: ([B x L, hidden], the layer's tensors
+by name, each [slots, ...], slots to read [B], or None if the sequences start here, slots to write [B]) ->
+[B x L, hidden]."""
 
 
 class PackedStates:
@@ -129,26 +132,26 @@ class PackedStates:
         addresses on the device, to which prepare() copies them."""
         return _FixedStates(self._pool, sequences)
 
-    def run(self, layer: int, mixer: Mixer, step: Step | None, hidden: torch.Tensor) -> torch.Tensor:
-        """Run one layer over the whole pack: hidden [1, T, hidden] -> the same shape.
-
-        `step` computes the rows with one new token, if it is given, and `mixer` all others.
-        """
+    def run(
+        self, layer: int, mixer: Mixer, in_slots: RunInSlots | None, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one layer over the whole pack: hidden [1, T, hidden] -> the same shape. `in_slots`: what
+        computes it instead of the mixer."""
         if len(self._calls) == 1:
-            return self._run(layer, mixer, step, hidden[0], self._calls[0])[None]
+            return self._run(layer, mixer, in_slots, hidden[0], self._calls[0])[None]
         out = torch.empty_like(hidden)
         for call in self._calls:
-            out[0, call.tokens] = self._run(layer, mixer, step, hidden[0, call.tokens], call)
+            out[0, call.tokens] = self._run(layer, mixer, in_slots, hidden[0, call.tokens], call)
         return out
 
     def _run(
-        self, layer: int, mixer: Mixer, step: Step | None, hidden: torch.Tensor, call: _Call
+        self, layer: int, mixer: Mixer, in_slots: RunInSlots | None, hidden: torch.Tensor, call: _Call
     ) -> torch.Tensor:
         """hidden [B x L, hidden] -> the same shape. Writes the new states to the pool."""
         pool, gathered = self._pool, {}
-        if step is not None and call.length == 1 and call.reads is not None:
+        if in_slots is not None:
             slots = {name: pool.tensor(layer, name) for name in self._names[layer]}
-            return step(hidden, slots, call.reads, call.writes)
+            return in_slots(hidden, slots, call.reads, call.writes)
         if call.reads is not None:
             gathered = {name: pool.tensor(layer, name)[call.reads] for name in self._names[layer]}
         states = SequenceStates(self._kernels[layer], gathered)
@@ -189,8 +192,8 @@ class PackedMixer(nn.Module):
     """Replaces a transformers mixer with one that takes a pack.
 
     `cache_name` is the keyword argument in which the mixer expects its cache. The decoder passes the
-    PagedCache in it, which holds the states of the step. A mixer that replaced transformers' own may have a
-    method `step`, which is a Step.
+    PagedCache in it, which holds the states of the step. A mixer that replaced transformers' own has a method
+    `run`, which is a RunInSlots.
     """
 
     def __init__(self, mixer: nn.Module, cache_name: str) -> None:
@@ -206,7 +209,7 @@ class PackedMixer(nn.Module):
         assert attention_mask is None  # it would mask padding, and a pack has none
         states: PackedStates | None = kwargs[self._cache_name].states
         assert states is not None, "the runner has no pool for the state group"
-        return states.run(self._layer, self._mix, getattr(self.mixer, "step", None), hidden_states)
+        return states.run(self._layer, self._mix, getattr(self.mixer, "run", None), hidden_states)
 
     def _mix(self, hidden: torch.Tensor, states: SequenceStates) -> torch.Tensor:
         out: torch.Tensor = self.mixer(hidden_states=hidden, **{self._cache_name: states})

@@ -1,9 +1,9 @@
-"""Decode steps of gated delta nets (Qwen3-Next, Qwen3.5) and of Kimi's delta attention: one C++ call between
-the projections.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) and Kimi's delta attention: one C++ call between the projections.
 
-With transformers' modules a step of one layer takes some forty operators, five of which go through the
+With transformers' modules a decode step of one layer takes some forty operators, five of which go through the
 whole state [heads, key_dim, value_dim] in float32, and states are gathered and scattered besides. Here a
-state is read from one slot and written to another, which may be the same.
+state is read from one slot and written to another, which may be the same. Chunks go the same way, one token
+after the other: a head's state stays in the second-level cache, and the parallel form has more to compute.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import nn
 
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.states import CONV, RECURRENT, SequenceStates
+from engine.states import CONV, RECURRENT
 
 KIMI = "KimiLinearDeltaAttention"
 """It has a decay for each channel of a head's keys, and the gate of its result is a sigmoid."""
 MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", KIMI)
 """The transformers classes that DeltaNet computes."""
 
-MAX_DIM = 256  # delta_net.h: kMaxDim
+MAX_DIM, MAX_TAPS = 256, 8  # delta_net.h: kMaxDim, kMaxTaps
+_BEGINS = -1  # in the place of a slot to read
 
 
 class _Heads(ctypes.Structure):
     """`baton::delta_net::Heads` in delta_net.h."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
+    _fields_ = (("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64))
 
 
 class DeltaNetCall(ctypes.Structure):
@@ -41,7 +42,7 @@ class DeltaNetCall(ctypes.Structure):
         *((name, _Heads) for name in ("q", "k", "v", "z", "b", "a")),
         *((name, ctypes.c_void_p) for name in ("conv", "recurrent")),
         *((name, ctypes.c_int64) for name in ("conv_slot", "recurrent_slot")),
-        *((name, ctypes.c_void_p) for name in ("reads", "writes")),
+        *((name, ctypes.c_void_p) for name in ("reads", "writes", "starts")),
         *((name, ctypes.c_void_p) for name in ("conv_weight", "rate", "dt_bias", "norm", "out")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("key_heads", "ratio", "key_dim", "value_dim", "taps")),
@@ -132,6 +133,7 @@ def fusible(mixer: Any) -> bool:
         mixer.activation == "silu"
         and form.norm.activation == ("sigmoid" if is_kimi else "silu")
         and mixer.conv1d.bias is None
+        and mixer.conv_kernel_size <= MAX_TAPS
         and (is_kimi or mixer.num_v_heads % mixer.num_k_heads == 0)
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (form.key_dim, form.value_dim))
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in mixer.parameters())
@@ -139,7 +141,7 @@ def fusible(mixer: Any) -> bool:
 
 
 class DeltaNet(nn.Module):
-    """Replaces a `fusible` mixer. Chunks of several tokens go through the mixer itself."""
+    """Replaces a `fusible` mixer."""
 
     def __init__(self, mixer: Any) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class DeltaNet(nn.Module):
         self._form = form = _form(mixer)
         rates = mixer.forget_gate.A_log if type(mixer).__name__ == KIMI else mixer.A_log
         self._kept = (
-            mixer.conv1d.weight.detach().float().squeeze(1).contiguous(),
+            mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous(),
             -rates.detach().float().flatten().exp(),
             form.dt_bias.detach().float().contiguous(),
             form.norm.weight.detach().float().contiguous(),
@@ -170,23 +172,14 @@ class DeltaNet(nn.Module):
             eps=form.norm.variance_epsilon,
         )
 
-    def forward(self, hidden_states: torch.Tensor, cache_params: SequenceStates) -> torch.Tensor:
-        """[B, L, hidden] -> the same shape."""
-        out: torch.Tensor = self.mixer(hidden_states=hidden_states, cache_params=cache_params)
-        return out
-
-    def step(
+    def run(
         self,
         hidden: torch.Tensor,
         states: dict[str, torch.Tensor],
-        reads: torch.Tensor,
+        reads: torch.Tensor | None,
         writes: torch.Tensor,
     ) -> torch.Tensor:
-        """One token for each row: hidden [B, hidden] -> the same shape.
-
-        states: this layer's tensors by name, [slots, ...]. Row i's state is read from slot reads[i] and is
-        written to slot writes[i].
-        """
+        """A RunInSlots (engine/states.py)."""
         call, conv, recurrent = self._call, states[CONV], states[RECURRENT]
         assert (conv.dtype, recurrent.dtype) == (torch.bfloat16, torch.float32)
         projected = self._form.project(hidden)
@@ -199,10 +192,14 @@ class DeltaNet(nn.Module):
             recurrent.data_ptr(),
             recurrent.stride(0) * recurrent.element_size(),
         )
-        call.reads, call.writes, call.rows = reads.data_ptr(), writes.data_ptr(), len(hidden)
+        rows, tokens = len(writes), len(hidden)
+        if reads is None:
+            reads = torch.full_like(writes, _BEGINS)
+        starts = torch.arange(rows + 1) * (tokens // rows)
+        call.reads, call.writes, call.starts = reads.data_ptr(), writes.data_ptr(), starts.data_ptr()
         width = call.key_heads * call.ratio * call.value_dim
-        out = torch.empty(len(hidden), width, dtype=torch.bfloat16)
-        call.out, call.threads = out.data_ptr(), kernel_threads()
+        out = torch.empty(tokens, width, dtype=torch.bfloat16)
+        call.rows, call.out, call.threads = rows, out.data_ptr(), kernel_threads()
         self._library.baton_delta_net(ctypes.byref(call))
         result: torch.Tensor = self._form.out(out)
         return result

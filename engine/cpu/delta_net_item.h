@@ -1,4 +1,4 @@
-// A step of a gated delta net or of Kimi's delta attention. Include vector_avx512.h or vector_avx2.h first, and define BATON_DELTA_NET.
+// Tokens of a gated delta net or of Kimi's delta attention. Include vector_avx512.h or vector_avx2.h first, and define BATON_DELTA_NET.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,10 +12,16 @@ namespace {
 constexpr float kNormEps = 1e-6f;  // of the norms of queries and keys
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline Vec sigmoid(Vec x) { return divide(splat(1.0f), add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-void apply_silu(float* x, int n) {
-  for (int i = 0; i < n; i += 16) store(x + i, silu(load(x + i)));
+// log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|, and log(1 + t) = 2 artanh(t / (2 + t)), relative error about 1e-6.
+inline Vec softplus(Vec x) {
+  const Vec t = exp_vector(min(x, sub(splat(0), x)));
+  const Vec s = divide(t, add(splat(2.0f), t)), squared = mul(s, s);
+  Vec p = splat(2.0f / 11);
+  for (float coefficient : {2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = mul_add(p, squared, splat(coefficient));
+  return mul_add(p, s, max(x, splat(0)));
 }
 
 // Scales x to length `to`.
@@ -50,59 +56,94 @@ void columns(const float* from, float* to, const float* q, const float* k, const
   for (int n = 0; n < N; ++n) store(out + 16 * n, sum[n]);
 }
 
-class Step {
+// The last inputs of a convolution over `count` channels, and its outputs.
+class Inputs {
  public:
-  explicit Step(const Call& call) : call_(call) {}
+  Inputs(const Call& call, int64_t channel, int count) : call_(call), channel_(channel), count_(count) {}
+
+  // Those before the first token: of a slot, or none if it is negative.
+  void begin(int64_t slot) {
+    oldest_ = 0;
+    const bf16* state = slot < 0 ? nullptr : in_slot(slot);
+    for (int tap = 0; tap < call_.taps; ++tap)
+      for (int i = 0; i < count_; ++i) rows_[tap][i] = state == nullptr ? 0.0f : to_float(state[i * call_.taps + tap]);
+  }
+
+  void append(const bf16* input, float* outputs) {
+    for (int i = 0; i < count_; ++i) rows_[oldest_][i] = to_float(input[i]);
+    oldest_ = (oldest_ + 1) % call_.taps;
+    for (int i = 0; i < count_; i += 16) {
+      Vec sum = splat(0);
+      for (int tap = 0; tap < call_.taps; ++tap) {
+        const float* weights = call_.conv_weight + tap * channels() + channel_;
+        sum = mul_add(load(row(tap) + i), load(weights + i), sum);
+      }
+      store(outputs + i, silu(sum));
+    }
+  }
+
+  void end(int64_t slot) const {
+    bf16* state = in_slot(slot);
+    for (int tap = 0; tap < call_.taps; ++tap)
+      for (int i = 0; i < count_; ++i) store_float(state[i * call_.taps + tap], row(tap)[i]);
+  }
+
+ private:
+  int64_t channels() const { return int64_t{call_.key_heads} * (2 * call_.key_dim + call_.ratio * call_.value_dim); }
+  const float* row(int tap) const { return rows_[(oldest_ + tap) % call_.taps]; }
+  bf16* in_slot(int64_t slot) const { return reinterpret_cast<bf16*>(call_.conv + slot * call_.conv_slot) + channel_ * call_.taps; }
+
+  const Call& call_;
+  const int64_t channel_;
+  const int count_;
+  int oldest_ = 0;
+  float rows_[kMaxTaps][kMaxDim];
+};
+
+class Recurrence {
+ public:
+  explicit Recurrence(const Call& call) : call_(call) {}
 
   // One key head of one row, with its values.
   void run(int64_t row, int64_t head) const {
     const Call& c = call_;
-    float q[kMaxDim], k[kMaxDim], v[kMaxDim], out[kMaxDim];
-    const int64_t key_width = int64_t{c.key_heads} * c.key_dim;
-    convolve(row, at(c.q, row, head), head * c.key_dim, c.key_dim, q);
-    convolve(row, at(c.k, row, head), key_width + head * c.key_dim, c.key_dim, k);
-    normalise(q, c.key_dim, 1.0f / std::sqrt(static_cast<float>(c.key_dim)));
-    normalise(k, c.key_dim, 1.0f);
+    const int64_t keys = int64_t{c.key_heads} * c.key_dim, read = c.reads[row], write = c.writes[row];
+    Inputs queries(c, head * c.key_dim, c.key_dim), own_keys(c, keys + head * c.key_dim, c.key_dim);
     for (int64_t i = 0; i < c.ratio; ++i) {
       const int64_t value_head = head * c.ratio + i;
-      convolve(row, at(c.v, row, head) + i * c.value_dim, 2 * key_width + value_head * c.value_dim, c.value_dim, v);
-      recur(row, head, i, q, k, v, out);
-      finish(out, at(c.z, row, head) + i * c.value_dim,
-             c.out + (row * c.key_heads * c.ratio + value_head) * c.value_dim);
+      Inputs values(c, 2 * keys + value_head * c.value_dim, c.value_dim);
+      for (Inputs* inputs : {&queries, &own_keys, &values}) inputs->begin(read);
+      float *to = recurrent(write, value_head), *from = read < 0 ? to : recurrent(read, value_head);
+      if (read < 0) std::fill_n(to, c.key_dim * c.value_dim, 0.0f);
+      for (int64_t token = c.starts[row]; token < c.starts[row + 1]; ++token, from = to) {
+        float q[kMaxDim], k[kMaxDim], v[kMaxDim], decay[kMaxDim], out[kMaxDim];
+        queries.append(at(c.q, token, head), q);
+        own_keys.append(at(c.k, token, head), k);
+        values.append(at(c.v, token, head) + i * c.value_dim, v);
+        normalise(q, c.key_dim, 1.0f / std::sqrt(static_cast<float>(c.key_dim)));
+        normalise(k, c.key_dim, 1.0f);
+        decay_of(at(c.a, token, head) + i * c.decays, value_head, decay);
+        recur(from, to, q, k, v, decay, sigmoid(to_float(at(c.b, token, head)[i])), out);
+        finish(out, at(c.z, token, head) + i * c.value_dim, c.out + (token * c.key_heads * c.ratio + value_head) * c.value_dim);
+      }
+      values.end(write);
     }
+    queries.end(write);  // not before all values have begun: the slots may be the same
+    own_keys.end(write);
   }
 
  private:
-  static const bf16* at(const Heads& heads, int64_t row, int64_t head) {
-    return heads.data + row * heads.row + head * heads.head;
+  static const bf16* at(const Heads& heads, int64_t token, int64_t head) {
+    return heads.data + token * heads.token + head * heads.head;
+  }
+  float* recurrent(int64_t slot, int64_t value_head) const {
+    const int64_t size = int64_t{call_.key_dim} * call_.value_dim;
+    return reinterpret_cast<float*>(call_.recurrent + slot * call_.recurrent_slot) + value_head * size;
   }
 
-  // Appends one input to the state of `count` channels, and computes their outputs.
-  void convolve(int64_t row, const bf16* input, int64_t channel, int count, float* outputs) const {
+  void recur(const float* from, float* to, const float* q, const float* k, const float* v, const float* decay, float beta,
+             float* out) const {
     const Call& c = call_;
-    const bf16* from = reinterpret_cast<const bf16*>(c.conv + c.reads[row] * c.conv_slot) + channel * c.taps;
-    bf16* to = reinterpret_cast<bf16*>(c.conv + c.writes[row] * c.conv_slot) + channel * c.taps;
-    const float* weight = c.conv_weight + channel * c.taps;
-    for (int i = 0; i < count; ++i, from += c.taps, to += c.taps, weight += c.taps) {
-      float sum = to_float(input[i]) * weight[c.taps - 1];
-      for (int tap = 0; tap + 1 < c.taps; ++tap) {
-        to[tap] = from[tap + 1];
-        sum += to_float(to[tap]) * weight[tap];
-      }
-      to[c.taps - 1] = input[i];
-      outputs[i] = sum;
-    }
-    apply_silu(outputs, count);
-  }
-
-  void recur(int64_t row, int64_t head, int64_t i, const float* q, const float* k, const float* v, float* out) const {
-    const Call& c = call_;
-    const int64_t value_head = head * c.ratio + i, size = int64_t{c.key_dim} * c.value_dim;
-    const float* from = reinterpret_cast<const float*>(c.recurrent + c.reads[row] * c.recurrent_slot) + value_head * size;
-    float* to = reinterpret_cast<float*>(c.recurrent + c.writes[row] * c.recurrent_slot) + value_head * size;
-    const float beta = sigmoid(to_float(at(c.b, row, head)[i]));
-    float decay[kMaxDim];
-    decay_of(at(c.a, row, head) + i * c.decays, value_head, decay);
     int column = 0;
     for (; column + 128 <= c.value_dim; column += 128)
       columns<8>(from + column, to + column, q, k, v + column, decay, beta, c.key_dim, c.value_dim, out + column);
@@ -114,8 +155,13 @@ class Step {
   void decay_of(const bf16* inputs, int64_t value_head, float* decay) const {
     const Call& c = call_;
     const float* bias = c.dt_bias + value_head * c.decays;
-    for (int i = 0; i < c.decays; ++i) decay[i] = std::exp(c.rate[value_head] * softplus(to_float(inputs[i]) + bias[i]));
-    if (c.decays == 1) std::fill(decay + 1, decay + c.key_dim, decay[0]);
+    const float rate = c.rate[value_head];
+    if (c.decays == 1) {
+      std::fill_n(decay, c.key_dim, std::exp(rate * softplus(to_float(inputs[0]) + bias[0])));
+      return;
+    }
+    for (int i = 0; i < c.decays; ++i) decay[i] = to_float(inputs[i]) + bias[i];
+    for (int i = 0; i < c.decays; i += 16) store(decay + i, exp_vector(mul(softplus(load(decay + i)), splat(rate))));
   }
 
   // The norm of one head's result, times the gate.
@@ -127,9 +173,7 @@ class Step {
     float gates[16];
     for (int i = 0; i < c.value_dim; i += 16) {
       for (int j = 0; j < 16; ++j) gates[j] = to_float(gate[i + j]);
-      if (!c.is_silu)
-        for (float& gate : gates) gate = sigmoid(gate);
-      const Vec factor = c.is_silu ? silu(load(gates)) : load(gates);
+      const Vec factor = c.is_silu ? silu(load(gates)) : sigmoid(load(gates));
       store(to + i, mul(mul(mul(load(x + i), scale), load(c.norm + i)), factor));
     }
   }
@@ -138,11 +182,11 @@ class Step {
 };
 
 void run_delta_net(const Call& call) {
-  const Step step(call);
+  const Recurrence recurrence(call);
   auto body = [&](Team& team) {
     int64_t first, last;
     team.split(call.rows * call.key_heads, first, last);
-    for (int64_t i = first; i < last; ++i) step.run(i / call.key_heads, i % call.key_heads);
+    for (int64_t i = first; i < last; ++i) recurrence.run(i / call.key_heads, i % call.key_heads);
   };
   parallel(call.threads, body);
 }
