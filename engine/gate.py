@@ -24,9 +24,9 @@ FAMILIES: dict[str, Family] = {
 }
 """model_type -> its family. Each is tested token by token against transformers.generate."""
 
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
-"""Types that depend only on a token's own position, "longrope" as far as longest_context() goes. "dynamic"
-scales by the longest position in the input, which in a pack may belong to another sequence."""
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional"})
+"""Types that depend only on a token's own position, "longrope" and "dynamic" as far as longest_context()
+goes: in a longer sequence all tokens would have other frequencies."""
 
 _MUST_BE_OFF = {
     "attn_logit_softcapping": "the paged backends do not compute soft-capped attention scores",
@@ -103,6 +103,6 @@ def _check_rope(config: Any) -> None:
         rope_type = one.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModel(
-                f"rope_type {rope_type!r} in config.json is computed over the longest sequence of a pack",
+                f"rope_type {rope_type!r} in config.json is not known to depend on a token's position alone",
                 f"use a model with rope_type {', '.join(sorted(ROPE_TYPES))}",
             )

@@ -28,12 +28,20 @@ def longest_context(config: Any) -> int:
 
 
 def keep_frequencies(model: nn.Module) -> None:
-    """Let longrope's rotary embeddings keep the frequencies that they have up to longest_context().
+    """Let rotary embeddings of "longrope" and "dynamic" keep the frequencies that they have up to
+    longest_context().
 
     They would choose them anew in each forward, by operators that a recorded step cannot have at its first
     run.
     """
     modules: Any = model.modules()
     for module in modules:
-        if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"
+        match getattr(module, "rope_type", None):
+            case str(kind):
+                module.rope_type = _kept(kind)
+            case dict(kinds):  # by the type of the layers
+                module.rope_type = {layers: _kept(kind) for layers, kind in kinds.items()}
+
+
+def _kept(rope_type: str) -> str:
+    return "default" if rope_type in ("longrope", "dynamic") else rope_type

@@ -21,7 +21,7 @@ from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT
 
 KIMI = "KimiLinearDeltaAttention"
-"""It has a decay for each channel of a head's keys, and the gate of its result is a sigmoid."""
+"""It has a decay for each channel of a head's keys."""
 MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", KIMI)
 """The transformers classes that DeltaNet computes."""
 
@@ -70,6 +70,7 @@ class _Form:
     value_dim: int
     decays: int  # of a value's head: 1, or key_dim
     norm: Any  # of a head's result
+    a_log: torch.Tensor  # [value heads]
     dt_bias: torch.Tensor  # [value heads x decays]
     project: Callable[[torch.Tensor], list[torch.Tensor]]  # [B, hidden] -> the outputs of projections
     places: dict[str, _Place]  # of q, k, v, z (the gate), b (the rate) and a (the decay)
@@ -90,7 +91,8 @@ def _kimi(mixer: Any) -> _Form:
 
     places = {name: _Place(number, 0, dim) for number, name in enumerate("qkvz")}
     places |= {"b": _Place(4, 0, 1), "a": _Place(5, 0, dim)}
-    return _Form(mixer.num_heads, 1, dim, dim, dim, mixer.o_norm, gate.dt_bias, project, places, mixer.o_proj)
+    decay = gate.A_log.flatten(), gate.dt_bias
+    return _Form(mixer.num_heads, 1, dim, dim, dim, mixer.o_norm, *decay, project, places, mixer.o_proj)
 
 
 def _gated(mixer: Any) -> _Form:
@@ -123,18 +125,18 @@ def _gated(mixer: Any) -> _Form:
         return [getattr(mixer, name)(hidden) for name in names]
 
     dims = mixer.num_k_heads, ratio, key, mixer.head_v_dim, 1
-    return _Form(*dims, mixer.norm, mixer.dt_bias, project, places, mixer.out_proj)
+    return _Form(*dims, mixer.norm, mixer.A_log, mixer.dt_bias, project, places, mixer.out_proj)
 
 
 def fusible(mixer: Any) -> bool:
     """Whether DeltaNet computes the same as this transformers mixer."""
-    form, is_kimi = _form(mixer), type(mixer).__name__ == KIMI
+    form = _form(mixer)
     return (
         mixer.activation == "silu"
-        and form.norm.activation == ("sigmoid" if is_kimi else "silu")
+        and form.norm.activation in ("silu", "sigmoid")
         and mixer.conv1d.bias is None
         and mixer.conv_kernel_size <= MAX_TAPS
-        and (is_kimi or mixer.num_v_heads % mixer.num_k_heads == 0)
+        and len(form.a_log) == form.key_heads * form.ratio
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (form.key_dim, form.value_dim))
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in mixer.parameters())
     )
@@ -147,10 +149,9 @@ class DeltaNet(nn.Module):
         super().__init__()
         self.mixer = mixer
         self._form = form = _form(mixer)
-        rates = mixer.forget_gate.A_log if type(mixer).__name__ == KIMI else mixer.A_log
         self._kept = (
             mixer.conv1d.weight.detach().float().squeeze(1).t().contiguous(),
-            -rates.detach().float().flatten().exp(),
+            -form.a_log.detach().float().exp(),
             form.dt_bias.detach().float().contiguous(),
             form.norm.weight.detach().float().contiguous(),
         )

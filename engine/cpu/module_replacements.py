@@ -7,7 +7,7 @@ ours, so that greedy tokens equal those of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from engine.cpu import delta_net, experts
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
-from engine.cpu.router import pack_router
+from engine.cpu.router import holder_of_weight, pack_router
 from engine.decoder_parts import DECODERS
 from engine.layer_classes import EXPERTS, ROUTERS
 from engine.replacement_table import ReplacementTable, apply_replacements
@@ -83,13 +83,13 @@ class CpuReplacements:
 
     def router(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the weight of one router, which stays itself."""
-        if not packs(config) or not packable(cast(nn.Parameter, module.weight)):
+        if not packs(config) or not packable(holder_of_weight(module).weight):
             return None
         pack_router(module)
         return module
 
     def delta_net(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
-        """Pack the projections of one gated delta net, and replace its decode steps."""
+        """Pack the projections of one gated delta net, and replace what is between them."""
         if not packs(config) or not delta_net.fusible(mixer):
             return None
         for part in list(mixer.modules()):

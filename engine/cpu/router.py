@@ -46,9 +46,15 @@ class PackedWeight(torch.Tensor):
         return out.view(*x.shape[:-1], pack.rows)
 
 
+def holder_of_weight(router: Any) -> Any:
+    """The module that has a router's weight: itself, or Hunyuan's linear layer."""
+    return getattr(router, "wg", router)
+
+
 def pack_router(router: nn.Module) -> None:
     """Pack the weight of one of layer_classes.ROUTERS, in place."""
-    weight = router.weight
+    holder = holder_of_weight(router)
+    weight = holder.weight
     assert isinstance(weight, nn.Parameter)
-    del router.weight
-    router.weight = PackedWeight(weight.detach())
+    del holder.weight
+    holder.weight = PackedWeight(weight.detach())

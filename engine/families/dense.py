@@ -56,6 +56,8 @@ FAMILIES: dict[str, Family] = {
     "granite": _granite("GraniteForCausalLM"),
     "granitemoe": _granite("GraniteMoeForCausalLM"),
     "granitemoeshared": _granite("GraniteMoeSharedForCausalLM"),
+    "hunyuan_v1_dense": _family("HunYuanDenseV1ForCausalLM"),
+    "hunyuan_v1_moe": _family("HunYuanMoEV1ForCausalLM"),
     "hy_v3": _family("HYV3ForCausalLM"),
     "hyperclovax": replace(_family("HyperCLOVAXForCausalLM"), prepare=multiply_logits),
     "jais2": _family("Jais2ForCausalLM"),

@@ -46,7 +46,8 @@ _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
-    *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite", "hy_v3"),
+    *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
     *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral", "ministral3", "mistral"),
     *("mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
     *("qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),

@@ -88,8 +88,8 @@ def test_every_tested_family_passes(family: str) -> None:
         (Gemma3TextConfig(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
         (
-            Gemma3TextConfig(rope_parameters={"full_attention": rope(rope_type="dynamic")}),
-            "rope_type 'dynamic'",
+            with_field(Gemma3TextConfig(), rope_parameters={"full_attention": rope(rope_type="longest")}),
+            "rope_type 'longest'",
         ),
         (
             Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
@@ -105,7 +105,7 @@ def test_every_tested_family_passes(family: str) -> None:
         (with_field(LlamaConfig(), num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
         (with_field(LlamaConfig(), index_topk=8), "index_topk is 8"),
         (with_field(LlamaConfig(), kv_lora_rank=8), "kv_lora_rank is 8"),
-        (LlamaConfig(rope_parameters=rope(rope_type="dynamic")), "rope_type 'dynamic'"),
+        (with_field(LlamaConfig(), rope_parameters=rope(rope_type="longest")), "rope_type 'longest'"),
         (Mistral4Config(rope_parameters=rope(rope_type="default")), "no llama_4_scaling_beta"),
     ],
 )

@@ -42,6 +42,21 @@ def _cohere(draw: ShapeDraw) -> Keys:
     }
 
 
+def _hunyuan(draw: ShapeDraw) -> Keys:
+    alpha = draw.rng.choice([2.0, 1000.0])
+    fixed = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": alpha}
+    return {"attention_bias": draw.flag(), "rope_parameters": fixed if draw.flag() else draw.rope()}
+
+
+def _hunyuan_moe(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_experts")
+    return {
+        **_hunyuan(draw),
+        "num_experts": experts["num_experts"],
+        "moe_topk": experts["num_experts_per_tok"],
+    }
+
+
 def _mimo(draw: ShapeDraw) -> Keys:
     """Layers with a window have twice as many heads of keys and values."""
     kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
@@ -455,6 +470,8 @@ SIMILAR_SHAPES = {
     "granitemoehybrid": _granite_hybrid,
     "granitemoeshared": _granite_moe_shared,
     "hy_v3": _hy_v3,
+    "hunyuan_v1_dense": _hunyuan,
+    "hunyuan_v1_moe": _hunyuan_moe,
     "hyperclovax": _hyperclovax,
     "jais2": _biased,
     "kolibri1": _kolibri1,

@@ -39,6 +39,8 @@ from transformers import (
     GraniteMoeSharedConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
@@ -555,6 +557,11 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         use_parallel_residual=True,
         rope_parameters=_HALF_ROTARY,
     ),
+    "hunyuan_v1_dense": lambda: HunYuanDenseV1Config(
+        **COMMON,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0},
+    ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**COMMON, num_experts=4, moe_topk=2),
     "mimo_v2_flash": lambda: MiMoV2FlashConfig(
         **{**_WINDOWED, "head_dim": 32},
         n_routed_experts=8,
