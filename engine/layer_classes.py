@@ -7,6 +7,7 @@ CLAMPED = "GptOssExperts"
 EXPERTS = (
     "AXK1Experts",
     "AfmoeExperts",
+    "Cohere2MoeExperts",
     "DeepseekV2Experts",
     "DeepseekV32Experts",
     "DeepseekV3Experts",
@@ -46,6 +47,7 @@ EXPERTS = (
 ours (engine/llama4.py: Llama4Experts) after they are divided among ranks."""
 
 ROUTERS = (
+    "Cohere2MoeTopKRouter",
     "GptOssTopKRouter",
     "GraniteMoeHybridTopKRouter",
     "GraniteMoeSWATopKRouter",
@@ -72,6 +74,7 @@ NORMS = (
     "AfmoeRMSNorm",
     "ApertusRMSNorm",
     "ArceeRMSNorm",
+    "Cohere2MoeRMSNorm",
     "CwmRMSNorm",
     "DeepseekV2RMSNorm",
     "DeepseekV32RMSNorm",
@@ -137,6 +140,7 @@ MLPS = (
     "AXK1MLP",
     "AfmoeMLP",
     "Cohere2MLP",
+    "Cohere2MoeMLP",
     "CwmMLP",
     "DeepseekV2MLP",
     "DeepseekV32MLP",

@@ -112,6 +112,7 @@ FAMILIES: dict[str, Family] = {
     "afmoe": by_layer_type("AfmoeForCausalLM"),
     "cwm": by_layer_type("CwmForCausalLM"),
     "cohere2": replace(by_layer_type("Cohere2ForCausalLM"), prepare=apply_logit_scale),
+    "cohere2_moe": replace(by_layer_type("Cohere2MoeForCausalLM"), prepare=apply_logit_scale),
     "dots1": by_layer_type("Dots1ForCausalLM"),
     "exaone4": by_layer_type("Exaone4ForCausalLM"),
     "exaone_moe": by_layer_type("ExaoneMoeForCausalLM"),

@@ -45,12 +45,11 @@ _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
-    *("afmoe", "apertus", "arcee", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
-    *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
-    *("hyperclovax", "jais2", "kolibri1", "llama", "mellum", "ministral", "ministral3", "mistral"),
-    *("mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
-    *("qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
+    *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
+    *("exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "llama", "mellum"),
+    *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
@@ -89,7 +88,7 @@ _HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
 _TWICE_THE_KV_HEADS = "mimo_v2_flash"  # in layers with a window
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
-    *("num_attention_heads", "intermediate_size", "intermediate_size_mlp"),
+    *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""

@@ -57,6 +57,27 @@ def _hunyuan_moe(draw: ShapeDraw) -> Keys:
     }
 
 
+def _cohere2_moe(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_experts")
+    del experts["moe_intermediate_size"]
+    return {
+        **experts,
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+        "mlp_layer_types": [draw.rng.choice(["dense", "sparse"]) for _ in range(draw.layers)],
+        "prefix_dense_sliding_window_pattern": draw.rng.choice([1, 4]),
+        "prefix_dense_intermediate_size": 8 * draw.rng.randrange(2, 16),
+        "num_shared_experts": draw.rng.randrange(3),
+        "shared_expert_combination_strategy": draw.rng.choice(["average", "sum"]),
+        "expert_selection_fn": draw.rng.choice(["softmax", "sigmoid"]),
+        "norm_topk_prob": draw.flag(),
+        "rms_norm_eps": draw.rng.choice([None, 1e-5]),
+        "logit_scale": draw.rng.choice([0.0625, 1.0]),
+        "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
 def _mimo(draw: ShapeDraw) -> Keys:
     """Layers with a window have twice as many heads of keys and values."""
     kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
@@ -495,5 +516,6 @@ SIMILAR_SHAPES = {
     "starcoder2": _starcoder2,
     "youtu": _youtu,
     "mimo_v2_flash": _mimo,
+    "cohere2_moe": _cohere2_moe,
 }
 """model_type -> the keys beside those that all have."""
