@@ -30,7 +30,7 @@ from tests.support.reference import reference_generate
 LIMITS = DecodeLimits(sequences=3, context_pages=10, rows=8)
 FAMILIES = [
     *("qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
-    *("qwen3_moe", "qwen3_next", "lfm2"),
+    *("qwen3_moe", "qwen3_next", "lfm2", "llama4_text", "mimo_v2_flash", "kimi_linear"),
 ]
 
 
@@ -56,7 +56,9 @@ def test_padded_replays_and_mixed_batches_between_them_give_generates_tokens(
     check_replays(family, drawn)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral_window", "gpt_oss", "gemma2", "llama4_text", "mimo_v2_flash"]
+)
 def test_so_they_do_with_our_own_attention(
     family: str, drawn: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
