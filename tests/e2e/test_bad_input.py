@@ -51,12 +51,11 @@ def test_an_architecture_without_a_causal_head(tmp_path: Path) -> None:
 def test_a_model_that_the_gate_refuses(tmp_path: Path) -> None:
     config = MistralConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, sliding_window=1,
     )  # fmt: skip
-    write_tiny(config, tmp_path / "dynamic", seed=1)
-    line = run("decode_node", tmp_path, model=str(tmp_path / "dynamic"), max_total_tokens=1024)
-    assert "rope_type 'dynamic'" in line
+    write_tiny(config, tmp_path / "narrow", seed=1)
+    line = run("decode_node", tmp_path, model=str(tmp_path / "narrow"), max_total_tokens=1024)
+    assert "sliding_window is 1" in line
 
 
 def test_a_port_in_use(tmp_path: Path, tiny_model: Path) -> None:
