@@ -52,7 +52,7 @@ COMMON: dict[str, Any] = {
 
 def shapes() -> dict[str, PretrainedConfig]:
     """The models, by family."""
-    return {**_dense(), **_mixtures()}
+    return {**_dense(), **_mixtures(), **_hybrids()}
 
 
 def _dense() -> dict[str, PretrainedConfig]:
@@ -93,8 +93,8 @@ def _dense() -> dict[str, PretrainedConfig]:
 
 
 def _mixtures() -> dict[str, PretrainedConfig]:
-    """With the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router and low-rank
-    queries), Qwen3-Next-80B-A3B and Kimi-Linear-48B-A3B."""
+    """With the widths of Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V2-Lite (with V3's router and low-rank
+    queries)."""
     return {
         "qwen3_moe": Qwen3MoeConfig(
             **COMMON,
@@ -140,6 +140,12 @@ def _mixtures() -> dict[str, PretrainedConfig]:
             n_group=1,
             topk_group=1,
         ),
+    }
+
+
+def _hybrids() -> dict[str, PretrainedConfig]:
+    """With the widths of Qwen3-Next-80B-A3B and Kimi-Linear-48B-A3B."""
+    return {
         "qwen3_next": Qwen3NextConfig(
             **COMMON,
             hidden_size=2048,

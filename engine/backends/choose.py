@@ -54,8 +54,8 @@ def layers_over(
     """The layers of a model over backends by the kind of their group; `tail`: of those that share keys and
     values. Raises ConfigError if pages do not divide chunked attention."""
     groups, shared = loaded.spec.groups, loaded.shared
-    chunked = {facts.window for facts in loaded.attention if facts.in_chunks}
-    chunks = AttentionChunks(chunked.pop() or 0, pools["window"].page_size) if chunked else None
+    sizes = [facts.window for facts in loaded.attention if facts.in_chunks and facts.window is not None]
+    chunks = AttentionChunks(sizes[0], pools["window"].page_size) if sizes else None
     last = PagedLayers(tail.get("full"), tail.get("window"), groups, None, shared) if tail else None
     return PagedLayers(built.get("full"), built.get("window"), groups, latent, shared, last, chunks)
 

@@ -17,20 +17,20 @@ struct Heads {
 
 struct Call {
   Heads q, k, v, z, b, a;
-  // Row r is a sequence with the tokens [starts[r], starts[r + 1]). States: it reads slot reads[r], unless that is negative: it
-  // begins here; and writes slot writes[r]. They may be the same. Strides count bytes.
+  // Row r is a sequence with the tokens [r * length, (r + 1) * length). States: it reads slot reads[r], unless reads is null: all
+  // begin here; and writes slot writes[r]. They may be the same. Strides count bytes.
   char* conv;       // bfloat16 [slots, channels, taps], the last inputs: queries, then keys, then values
   char* recurrent;  // float32 [slots, key_heads x ratio, key_dim, value_dim]
   int64_t conv_slot, recurrent_slot;
   const int64_t* reads;
   const int64_t* writes;
-  const int64_t* starts;     // [rows + 1]
   const float* conv_weight;  // [taps, channels]
   const float* rate;         // [key_heads x ratio] -e^A_log
   const float* dt_bias;      // [key_heads x ratio x decays]
   const float* norm;         // [value_dim]
-  bf16* out;                 // [tokens, key_heads x ratio x value_dim]
+  bf16* out;                 // [rows x length, key_heads x ratio x value_dim]
   int64_t rows;
+  int64_t length;     // tokens of a row
   int32_t key_heads;
   int32_t ratio;
   int32_t key_dim;    // a multiple of 16, at most kMaxDim

@@ -26,7 +26,6 @@ MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDelt
 """The transformers classes that DeltaNet computes."""
 
 MAX_DIM, MAX_TAPS = 256, 8  # delta_net.h: kMaxDim, kMaxTaps
-_BEGINS = -1  # in the place of a slot to read
 
 
 class _Heads(ctypes.Structure):
@@ -42,9 +41,10 @@ class DeltaNetCall(ctypes.Structure):
         *((name, _Heads) for name in ("q", "k", "v", "z", "b", "a")),
         *((name, ctypes.c_void_p) for name in ("conv", "recurrent")),
         *((name, ctypes.c_int64) for name in ("conv_slot", "recurrent_slot")),
-        *((name, ctypes.c_void_p) for name in ("reads", "writes", "starts")),
+        *((name, ctypes.c_void_p) for name in ("reads", "writes")),
         *((name, ctypes.c_void_p) for name in ("conv_weight", "rate", "dt_bias", "norm", "out")),
         ("rows", ctypes.c_int64),
+        ("length", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("key_heads", "ratio", "key_dim", "value_dim", "taps")),
         *((name, ctypes.c_int32) for name in ("decays", "is_silu")),
         ("eps", ctypes.c_float),
@@ -193,14 +193,11 @@ class DeltaNet(nn.Module):
             recurrent.data_ptr(),
             recurrent.stride(0) * recurrent.element_size(),
         )
-        rows, tokens = len(writes), len(hidden)
-        if reads is None:
-            reads = torch.full_like(writes, _BEGINS)
-        starts = torch.arange(rows + 1) * (tokens // rows)
-        call.reads, call.writes, call.starts = reads.data_ptr(), writes.data_ptr(), starts.data_ptr()
+        call.reads = None if reads is None else reads.data_ptr()
+        call.writes, call.rows, call.length = writes.data_ptr(), len(writes), len(hidden) // len(writes)
         width = call.key_heads * call.ratio * call.value_dim
-        out = torch.empty(tokens, width, dtype=torch.bfloat16)
-        call.rows, call.out, call.threads = rows, out.data_ptr(), kernel_threads()
+        out = torch.empty(len(hidden), width, dtype=torch.bfloat16)
+        call.out, call.threads = out.data_ptr(), kernel_threads()
         self._library.baton_delta_net(ctypes.byref(call))
         result: torch.Tensor = self._form.out(out)
         return result

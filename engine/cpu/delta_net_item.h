@@ -61,10 +61,10 @@ class Inputs {
  public:
   Inputs(const Call& call, int64_t channel, int count) : call_(call), channel_(channel), count_(count) {}
 
-  // Those before the first token: of a slot, or none if it is negative.
-  void begin(int64_t slot) {
+  // Those before the first token: of row `row`'s slot, or none if the rows begin here.
+  void begin(int64_t row) {
     oldest_ = 0;
-    const bf16* state = slot < 0 ? nullptr : in_slot(slot);
+    const bf16* state = call_.reads == nullptr ? nullptr : in_slot(call_.reads[row]);
     for (int tap = 0; tap < call_.taps; ++tap)
       for (int i = 0; i < count_; ++i) rows_[tap][i] = state == nullptr ? 0.0f : to_float(state[i * call_.taps + tap]);
   }
@@ -107,15 +107,15 @@ class Recurrence {
   // One key head of one row, with its values.
   void run(int64_t row, int64_t head) const {
     const Call& c = call_;
-    const int64_t keys = int64_t{c.key_heads} * c.key_dim, read = c.reads[row], write = c.writes[row];
+    const int64_t keys = int64_t{c.key_heads} * c.key_dim, write = c.writes[row];
     Inputs queries(c, head * c.key_dim, c.key_dim), own_keys(c, keys + head * c.key_dim, c.key_dim);
     for (int64_t i = 0; i < c.ratio; ++i) {
       const int64_t value_head = head * c.ratio + i;
       Inputs values(c, 2 * keys + value_head * c.value_dim, c.value_dim);
-      for (Inputs* inputs : {&queries, &own_keys, &values}) inputs->begin(read);
-      float *to = recurrent(write, value_head), *from = read < 0 ? to : recurrent(read, value_head);
-      if (read < 0) std::fill_n(to, c.key_dim * c.value_dim, 0.0f);
-      for (int64_t token = c.starts[row]; token < c.starts[row + 1]; ++token, from = to) {
+      for (Inputs* inputs : {&queries, &own_keys, &values}) inputs->begin(row);
+      float *to = recurrent(write, value_head), *from = c.reads == nullptr ? to : recurrent(c.reads[row], value_head);
+      if (c.reads == nullptr) std::fill_n(to, c.key_dim * c.value_dim, 0.0f);
+      for (int64_t token = row * c.length; token < (row + 1) * c.length; ++token, from = to) {
         float q[kMaxDim], k[kMaxDim], v[kMaxDim], decay[kMaxDim], out[kMaxDim];
         queries.append(at(c.q, token, head), q);
         own_keys.append(at(c.k, token, head), k);

@@ -6,12 +6,11 @@ that it may see (engine/attention_chunks.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.dense import full_group
+from engine.families.windowed import full_and_window, layers_of
 from engine.llama4 import prepare
 from kvcache.layout import KVGroupSpec
 
@@ -19,13 +18,8 @@ _LAYER_TYPES = frozenset({"full_attention", "chunked_attention"})
 
 
 def _groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
-    """The full group comes first even if it has no layers, because its page ids name the token pages."""
-    kinds = config.layer_types
-    full = full_group(config, dtypes, tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
-    chunked = tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention")
-    if not chunked:
-        return (full,)
-    return full, replace(full, layer_ids=chunked, name="window", window=config.attention_chunk_size)
+    full, chunked = (layers_of(config, {kind}) for kind in ("full_attention", "chunked_attention"))
+    return full_and_window(config, dtypes, full, chunked, config.attention_chunk_size)
 
 
 def _check(config: Any) -> None:

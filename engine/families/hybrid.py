@@ -8,7 +8,7 @@ Nemotron-H bounds the time step in a prompt but not in decode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.heads import divide_logits, scale_logits
 from engine.families.latent import absorb, latent_group, routed_by
-from engine.families.windowed import check_named, full_and_window
+from engine.families.windowed import check_named, full_and_window, layers_of
 from engine.latent import LatentAttention, unrotated
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
@@ -46,8 +46,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple[GroupSpec, ...]]:
     def groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
-        full, windowed = (_layers(config, wanted) for wanted in (_ATTEND, {_SLIDE}))
-        attention = full_and_window(config, dtypes, full, windowed)
+        full, windowed = (layers_of(config, wanted) for wanted in (_ATTEND, {_SLIDE}))
+        window = getattr(config, "sliding_window", None)
+        attention = full_and_window(config, dtypes, full, windowed, window)
         return *attention, *_state_group(config, dtypes, shapes_of(config))
 
     return groups
@@ -57,21 +58,16 @@ def _kimi_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
     """Latents, and states like those of delta nets, with as many heads of keys as of values."""
     heads, dim = config.linear_num_heads, config.linear_head_dim
     shapes = {CONV: (3 * heads * dim, config.linear_conv_kernel_dim), RECURRENT: (heads, dim, dim)}
-    latents = latent_group(config, dtypes, _layers(config, _ATTEND))
+    latents = latent_group(config, dtypes, layers_of(config, _ATTEND))
     return latents, *_state_group(config, dtypes, shapes)
 
 
-def _layers(config: Any, kinds: Collection[str]) -> tuple[int, ...]:
-    """Those of these kinds."""
-    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
-
-
 def _state_group(config: Any, dtypes: Dtypes, shapes: Shapes) -> tuple[StateGroupSpec, ...]:
-    """None if layer_types names no layer that keeps a state."""
+    """Empty if layer_types names no layer that keeps a state."""
     tensor_dtypes = {CONV: dtypes.model, RECURRENT: _RECURRENT_DTYPE}
     tensors = tuple(
         StateTensor(layer, name, shape, tensor_dtypes[name])
-        for layer in _layers(config, _KEEP_STATE)
+        for layer in layers_of(config, _KEEP_STATE)
         for name, shape in shapes.items()
     )
     return (StateGroupSpec(tensors),) if tensors else ()

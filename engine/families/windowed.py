@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,14 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 Sliding = Callable[[Any], tuple[int, ...]]
 
 
+def layers_of(config: Any, kinds: Collection[str]) -> tuple[int, ...]:
+    """The layers that layer_types marks as one of these kinds."""
+    return tuple(i for i, kind in enumerate(config.layer_types) if kind in kinds)
+
+
 def _named(config: Any) -> tuple[int, ...]:
     """The layers that layer_types marks as sliding."""
-    return tuple(i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+    return layers_of(config, {"sliding_attention"})
 
 
 def _every(config: Any) -> tuple[int, ...]:
@@ -27,20 +32,20 @@ def _every(config: Any) -> tuple[int, ...]:
 
 
 def full_and_window(
-    config: Any, dtypes: Dtypes, full_layers: tuple[int, ...], windowed: tuple[int, ...]
+    config: Any, dtypes: Dtypes, full_layers: tuple[int, ...], windowed: tuple[int, ...], window: int | None
 ) -> tuple[KVGroupSpec, ...]:
     """The full group comes first even if it has no layers, because its page ids name the token pages."""
     full = full_group(config, dtypes, full_layers)
     if not windowed:
         return (full,)
-    return full, replace(full, layer_ids=windowed, name="window", window=config.sliding_window)
+    return full, replace(full, layer_ids=windowed, name="window", window=window)
 
 
 def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, ...]]:
     def groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
         windowed = sliding(config)
         rest = tuple(i for i in range(config.num_hidden_layers) if i not in windowed)
-        return full_and_window(config, dtypes, rest, windowed)
+        return full_and_window(config, dtypes, rest, windowed, config.sliding_window)
 
     return groups
 
