@@ -96,7 +96,7 @@ class EngineRig:
             if isinstance(spec, StateGroupSpec):
                 total += 2 * size
             else:
-                window = getattr(spec, "window", None) or context
+                window = spec.window or context
                 total += min(context, window) * size // self._memory.page_size
         return total
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.paged_layers import Compression
 from kvcache.layout import GroupSpec
 
 
@@ -22,6 +23,7 @@ class AttentionLayer:
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
     top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
+    compression: Compression | None = None  # how its entries are made; None: it has none
     in_chunks: bool = False  # a query sees those of its chunk of `window` tokens (engine/attention_chunks.py)
 
     @property
@@ -45,6 +47,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
             getattr(m, "attn_logit_softcapping", None),
             getattr(m, "top_tokens", None),
             shared.get(m.layer_idx),
+            getattr(getattr(m, "compressor", None), "compression", None),
             _kind(m) == "chunked_attention",
         )
         for m in sorted(modules, key=lambda module: module.layer_idx)
@@ -74,12 +77,7 @@ def _kind(attention: Any) -> str | None:
 def check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:
     """Raises UnsupportedModel if a model's modules do not match the groups that its family derived from the
     config."""
-    windows = {
-        layer: getattr(group, "window", None)
-        for group in groups
-        if group.kind != "state"
-        for layer in group.layer_ids
-    }
+    windows = {layer: group.window for group in groups if group.kind != "state" for layer in group.layer_ids}
     own = {facts.layer: facts.window for facts in attention if facts.shares is None}
     if own != windows or any(own.get(facts.kv_layer, 0) != facts.window for facts in attention):
         raise UnsupportedModel(

@@ -11,11 +11,12 @@ from typing import Any
 
 from engine.checkpoint.formats import stored_format
 from engine.errors import UnsupportedModel
-from engine.families import chunked, dense, hybrid, latent, shared, windowed
+from engine.families import chunked, compressed, dense, hybrid, latent, shared, windowed
 from engine.families.base import Family
 
 FAMILIES: dict[str, Family] = {
     **chunked.FAMILIES,
+    **compressed.FAMILIES,
     **dense.FAMILIES,
     **hybrid.FAMILIES,
     **latent.FAMILIES,

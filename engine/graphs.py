@@ -197,7 +197,7 @@ class DecodeGraphs(Generic[Computed]):
         inputs = StepInputs(size, self._device)
         layers = self._layers.fixed(size, self._limits.context_pages)
         states = None if self._states is None else self._states.fixed(size)
-        nothing = padding(size, windows=self._layers.window is not None, states=states is not None)
+        nothing = padding(size, windows=self._layers.has_window, states=states is not None)
         self._fill(inputs, layers, states, nothing)
         recorded = self._recorder.record(lambda: self._compute(inputs, layers, states))
         return _Step(inputs, layers, states, recorded)

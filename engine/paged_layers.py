@@ -120,6 +120,62 @@ class IndexInputs(NamedTuple):
     weights: torch.Tensor  # float32 [T, index heads]
 
 
+class IndexQueries(NamedTuple):
+    """The same of an indexer that scores entries of compressed attention, whose keys are in their pages."""
+
+    q: torch.Tensor  # [T, index heads, index_dim]
+    weights: torch.Tensor  # float32 [T, index heads]
+
+
+class Compression(NamedTuple):
+    """How a layer of compressed attention makes its entries: each stands for `tokens` tokens, and is made of
+    the rows of the `span` tokens with the same last one. Queries attend to the `top` entries that an indexer
+    scores highest, or, if it is None, to all before them."""
+
+    tokens: int
+    span: int
+    top: int | None
+
+
+class Compressor(Protocol):
+    """Makes the entries of a layer."""
+
+    compression: Compression
+
+    def entries(self, rows: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
+        """Tokens' rows [E, span, width in the window group] -> [E, width in the group of entries].
+
+        firsts: int64 [E], the first token that each entry stands for. Where it is 0, what is before has no
+        rows, and `rows` has any there."""
+        ...
+
+
+class CompressedBackend(Protocol):
+    """Paged attention over a group of entries and a window group of rows (kvcache/entry_layout.py)."""
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Store what every layer needs of the batch. Called once per step, before the first layer."""
+        ...
+
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor,
+        compressor: Compressor | None = None,
+        index: IndexQueries | None = None,
+    ) -> None:
+        """Write the new tokens' rows and the entries that they complete, THEN attend.
+
+        q: [T, heads, head_dim]. rows: [T, width in the window group], whose first head_dim values are key and
+        value of the token. out: [T, heads, head_dim], contiguous, filled in place. Query i of a sequence sees
+        the tokens of the window that ends with it, and the entries that end with it or before. sinks: [heads]
+        logits that join each softmax and carry no value. compressor: None in layers without entries."""
+        ...
+
+
 @runtime_checkable
 class SelectsTokens(Protocol):
     """A LatentBackend of sparse attention."""
@@ -167,6 +223,7 @@ class PagedLayers:
         window: AttentionBackend | None,
         groups: Sequence[GroupSpec],
         latent: LatentBackend | None = None,
+        compressed: CompressedBackend | None = None,
         shared: Mapping[int, int] | None = None,
         tail: PagedLayers | None = None,
         chunks: AttentionChunks | None = None,
@@ -174,6 +231,7 @@ class PagedLayers:
         self.full = full
         self.window = window
         self.latent = latent
+        self.compressed = compressed
         self._groups = groups
         self._shared = shared or {}
         self.tail = tail
@@ -202,15 +260,20 @@ class PagedLayers:
         }
 
     @property
+    def has_window(self) -> bool:
+        """Whether batches need pages of a window group."""
+        return self.window is not None or self.compressed is not None
+
+    @property
     def recordable(self) -> bool:
         """Whether decode steps through all of these backends can be recorded."""
-        backends = (self.full, self.window, self.latent)
+        backends = (self.full, self.window, self.latent, self.compressed)
         return all(backend is None or isinstance(backend, Recordable) for backend in backends)
 
     @property
     def backend_names(self) -> list[str]:
         """The classes of the backends, for operators."""
-        backends = (self.full, self.window, self.latent)
+        backends = (self.full, self.window, self.latent, self.compressed)
         return sorted({type(backend).__name__ for backend in backends if backend is not None})
 
     def fixed(self, sequences: int, context_pages: int) -> PagedLayers:
@@ -220,8 +283,9 @@ class PagedLayers:
         def fix(backend: Any) -> Any:
             return None if backend is None else backend.fixed(sequences, context_pages)
 
-        full, window, latent = fix(self.full), fix(self.window), fix(self.latent)
-        return PagedLayers(full, window, self._groups, latent, self._shared, chunks=self._chunks)
+        full, window = fix(self.full), fix(self.window)
+        latent, compressed = fix(self.latent), fix(self.compressed)
+        return PagedLayers(full, window, self._groups, latent, compressed, self._shared, chunks=self._chunks)
 
     def check_step(self, tokens: int, sequences: int) -> None:
         """Raises BackendUnavailable if a backend may refuse a step of so many new tokens and sequences."""
@@ -239,6 +303,8 @@ class PagedLayers:
             self.window.prepare(of_window if self._chunks is None else self._chunks.of(of_window))
         if self.latent is not None:
             self.latent.prepare(batch)
+        if self.compressed is not None:
+            self.compressed.prepare(batch)
         self.reads = batch.read_rows()
         if self.tail is not None and self.reads is not None and len(self.reads.rows):
             self.tail.prepare(batch.only(self.reads))

@@ -8,6 +8,7 @@ from common.errors import ConfigError
 from common.ports import ANY_PORT, Ports
 from common.secrets import ClusterSecret
 from kvcache.eviction import eviction_policy
+from kvcache.layout import GroupSpec
 from kvcache.shares.config import SharesConfig
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
@@ -51,7 +52,9 @@ class CacheConfig:
     eviction_policy: str = "lru"
     need_sort: bool = False  # hand out freed pages in ascending order: longer runs for transfers
     window_tokens: int | None = None  # capacity of the window group; None: `window_pages` chooses
-    swa_full_tokens_ratio: float = 0.8  # window capacity as a share of total_tokens, where it is chosen
+    swa_full_tokens_ratio: float | None = (
+        None  # window capacity as a share of total_tokens; None: by the group
+    )
     max_chunk_tokens: int | None = None  # longest prefill chunk; None: a prompt may come in one
     state_slots: int | None = None  # slots of the state group; None: `num_state_slots` chooses
     mamba_track_interval: int = 256  # tokens between the states that decode keeps; whole pages
@@ -86,7 +89,7 @@ class CacheConfig:
                 f"a context of {self.max_context_len} tokens does not fit a pool of {self.total_tokens}",
                 "lower max_context_tokens or raise max_total_tokens",
             )
-        if not 0 < self.swa_full_tokens_ratio <= 1:
+        if self.swa_full_tokens_ratio is not None and not 0 < self.swa_full_tokens_ratio <= 1:
             raise ConfigError("swa_full_tokens_ratio", "is not in (0, 1]", "give a share of max_total_tokens")
         if self.state_slots is not None and self.state_slots < MIN_STATE_SLOTS:
             raise ConfigError(
@@ -105,14 +108,16 @@ class CacheConfig:
             return self.state_slots
         return max(MIN_STATE_SLOTS, 4 * self.max_running_requests + 2 * self.pre_alloc_size)
 
-    def window_pages(self, window: int) -> int:
-        """Pages of a window group of `window` tokens. Raises ConfigError if one request would not fit."""
+    def window_pages(self, window: int, ratio: float = GroupSpec.window_ratio) -> int:
+        """Pages of a window group of `window` tokens; `ratio`: the group's own. Raises ConfigError if one
+        request would not fit."""
         chunk = self.max_chunk_tokens or self.max_context_len
         one_request = min(
             -(-(window + chunk) // self.page_size) + 2, -(-self.max_context_len // self.page_size)
         )
         if self.window_tokens is None:
-            return min(self.num_pages, max(one_request, int(self.num_pages * self.swa_full_tokens_ratio)))
+            share = self.swa_full_tokens_ratio or ratio
+            return min(self.num_pages, max(one_request, int(self.num_pages * share)))
         if self.window_tokens // self.page_size < one_request:
             raise ConfigError(
                 "window_tokens",

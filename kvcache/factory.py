@@ -15,7 +15,7 @@ from kvcache.components.state import StateComponent, StateHoldings
 from kvcache.components.window import WindowComponent, WindowHoldings
 from kvcache.config import CacheConfig
 from kvcache.group_allocator import GroupAllocator
-from kvcache.layout import GroupSpec, KVGroupSpec
+from kvcache.layout import GroupSpec
 from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
@@ -74,7 +74,7 @@ def build_prefix_cache(
     then what requests hold, then the cache.
     """
     primary, policy, page_size = specs[0].name, config.eviction_policy, config.page_size
-    window = next((spec.window for spec in specs if isinstance(spec, KVGroupSpec) and spec.window), None)
+    window = next((spec.window for spec in specs if spec.window), None)
     # What tenants have is counted where it matters for eviction; elsewhere it would cost time.
     counts = config.tenancy.enabled or config.shares.enabled
     tenants = {

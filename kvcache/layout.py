@@ -4,10 +4,11 @@
       TokenGroupSpec
         KVGroupSpec       keys and values per head: full attention, or a sliding window
         LatentGroupSpec   one compressed vector per token (MLA): full attention as well
+      EntryGroupSpec    rows that stand for several tokens each (kvcache/entry_layout.py)
       StateGroupSpec    what linear attention, Mamba and short convolutions remember: one slot per sequence
 
-The primary group (full or latent) is a model's first. A model whose layers all have a window has a full group
-without layers: its page ids name token pages all the same, and use no memory.
+The primary group (full, latent or entries) is a model's first. A model whose layers all have a window has a
+full group without layers: its page ids name token pages all the same, and use no memory.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class GroupSpec(ABC):
 
     layer_ids: tuple[int, ...]
     name: str
+    window: int | None = None  # of a window group: tokens that a query reaches back, itself included
+    window_ratio: float = (
+        0.8  # of a window group: its pages, as a share of the primary group's, if not chosen
+    )
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """ "full", "latent", "window" or "state"."""
+        """ "full", "latent", "entries", "window" or "state"."""
 
     @property
     def blocks(self) -> int:
@@ -54,6 +59,10 @@ class GroupSpec(ABC):
     @abstractmethod
     def to_layout(self, page_size: int) -> GroupLayout:
         """The same for a worker record and a handshake."""
+
+    @abstractmethod
+    def stored_in(self, stored: KVFormat) -> GroupSpec:
+        """The group with its rows in another format. Raises ConfigError for rows that it cannot hold."""
 
 
 class TokenGroupSpec(GroupSpec):
@@ -78,7 +87,7 @@ class TokenGroupSpec(GroupSpec):
         return self.stored.element or self.dtype
 
     def to_layout(self, page_size: int) -> GroupLayout:
-        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
+        return group_layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,9 @@ class KVGroupSpec(TokenGroupSpec):
         """`[layer, 2 (K, V), head, page_size, head_dim]`; of fp4 the last are a tile's bytes, per row."""
         return (len(self.layer_ids), 2, self.kv_heads, page_size, _row_elements(self.stored, self.head_dim))
 
+    def stored_in(self, stored: KVFormat) -> KVGroupSpec:
+        return replace(self, stored=stored)
+
 
 @dataclass(frozen=True)
 class LatentGroupSpec(TokenGroupSpec):
@@ -175,6 +187,9 @@ class LatentGroupSpec(TokenGroupSpec):
         """`[layer, page_size, kv_lora_rank + rope_dim + index_dim]`; of fp4 the last are a tile's bytes, per
         row."""
         return (len(self.layer_ids), page_size, _row_elements(self.stored, self.row_dim))
+
+    def stored_in(self, stored: KVFormat) -> LatentGroupSpec:
+        return replace(self, stored=stored)
 
 
 @dataclass(frozen=True)
@@ -231,7 +246,12 @@ class StateGroupSpec(GroupSpec):
     def to_layout(self, page_size: int) -> GroupLayout:
         """The dtype names every tensor's, so that equal layouts mean equal slots."""
         described = ",".join(f"{t.layer}.{t.name}:{t.dtype}{list(t.shape)}" for t in self.tensors)
-        return _layout(self, page_size, described.replace("torch.", ""), "plain")
+        return group_layout(self, page_size, described.replace("torch.", ""), "plain")
+
+    def stored_in(self, stored: KVFormat) -> StateGroupSpec:
+        """The group as it is: states are in no format of rows."""
+        del stored
+        return self
 
 
 def _row_elements(stored: KVFormat, values: int) -> int:
@@ -242,7 +262,8 @@ def _dtype_name(stored: KVFormat, dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.") if stored is KVFormat.AUTO else stored.description
 
 
-def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> GroupLayout:
+def group_layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> GroupLayout:
+    """The layout of a group whose values are in `dtype`."""
     return GroupLayout(
         name=spec.name,
         kind=spec.kind,
@@ -259,10 +280,7 @@ def stored_as(groups: tuple[GroupSpec, ...], stored: KVFormat) -> tuple[GroupSpe
 
     Raises ConfigError for rows that the format cannot hold.
     """
-    return tuple(
-        replace(group, stored=stored) if isinstance(group, KVGroupSpec | LatentGroupSpec) else group
-        for group in groups
-    )
+    return tuple(group.stored_in(stored) for group in groups)
 
 
 def rank_spec(spec: GroupSpec, ranks: int) -> GroupSpec:
@@ -283,13 +301,13 @@ def pages_in(
     nbytes: int,
     specs: tuple[GroupSpec, ...],
     page_size: int,
-    window_ratio: float = 1.0,
+    window_ratio: float | None = None,
     state_slots: int = 0,
 ) -> int:
     """How many pages of the primary group fit into `nbytes` beside the other groups' pools.
 
-    A window group has `window_ratio` as many pages, a state group `state_slots` slots, and every group its
-    scratch page.
+    A window group has `window_ratio` as many pages, None: its own ratio; a state group has `state_slots`
+    slots, and every group its scratch page.
     """
     per_page = 0.0
     for spec in specs:
@@ -298,6 +316,6 @@ def pages_in(
         if spec.kind == "state":
             nbytes -= state_slots * size
         else:
-            per_page += size * (window_ratio if spec.kind == "window" else 1.0)
+            per_page += size * ((window_ratio or spec.window_ratio) if spec.kind == "window" else 1.0)
     assert per_page > 0, "no group has a page that grows with the tokens"
     return max(0, int(nbytes / per_page))

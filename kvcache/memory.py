@@ -281,11 +281,12 @@ def build_memory(config: CacheConfig, specs: Sequence[GroupSpec], mover: WorkQue
     """
     kinds = [spec.kind for spec in specs]
     primary, others = kinds[:1], kinds[1:]
-    if primary not in (["full"], ["latent"]) or others not in OTHER_GROUPS:
+    if primary not in (["full"], ["latent"], ["entries"]) or others not in OTHER_GROUPS:
         raise ConfigError(
             "model",
             f"its KV groups are: {', '.join(kinds) or 'none'}",
-            "serve a model of full or latent attention, with at most one window and one state group",
+            "serve a model of full, latent or compressed attention, with at most one window and one state "
+            "group",
         )
     rows = ReqToTokenPool(
         config.max_running_requests, config.max_context_len, config.pre_alloc_size, config.page_size
@@ -331,8 +332,7 @@ def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocat
     if isinstance(spec, StateGroupSpec):
         config.check_track_interval()
         return TokenToKVPoolAllocator(config.num_state_slots, config.need_sort)
-    window = spec.window if isinstance(spec, KVGroupSpec) else None
-    pages = config.num_pages if window is None else config.window_pages(window)
+    pages = config.num_pages if spec.window is None else config.window_pages(spec.window, spec.window_ratio)
     return make_allocator(pages, config.page_size, config.need_sort)
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.buffers import PoolBuffer, allocate_private
+from kvcache.entry_layout import EntryGroupSpec
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, TokenGroupSpec
 from kvcache.page_parts import PageParts
 from kvcache.quant import KVFormat, QuantisedRows
@@ -241,6 +242,33 @@ class RowsOfKVCache(MLAKVCache):
         super().__init__(spec, rows - 1, 1, whole.device, PoolBuffer(whole.bytes.view(-1)))
 
 
+class EntryKVCache(KVCache):
+    """Rows of layers that differ in width, and in how many tokens a row stands for: `data[page, value]`."""
+
+    def __init__(
+        self,
+        spec: EntryGroupSpec,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        buffer: PoolBuffer | None = None,
+    ) -> None:
+        super().__init__(spec, num_pages, page_size, device, buffer)
+        self.spec = spec
+        self.data = self._storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self._rows: dict[int, torch.Tensor] = {}
+        start = 0
+        for rows in spec.rows:
+            count = rows.of_page(page_size)
+            end = start + count * rows.width
+            self._rows[rows.layer] = self.data[:, start:end].view(num_pages + 1, count, rows.width)
+            start = end
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """`[num_pages + 1, rows of a page, width]` of a layer, a view: writing to it writes the pool."""
+        return self._rows[layer]
+
+
 class MambaPool(KVCache):
     """States of linear attention, Mamba and short convolutions: slots 1..num_pages, a page being a slot.
 
@@ -280,5 +308,7 @@ def open_pool(
         return MambaPool(spec, num_pages, device, buffer)
     if isinstance(spec, LatentGroupSpec):
         return MLAKVCache(spec, num_pages, page_size, device, buffer)
+    if isinstance(spec, EntryGroupSpec):
+        return EntryKVCache(spec, num_pages, page_size, device, buffer)
     assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
     return MHAKVCache(spec, num_pages, page_size, device, buffer)

@@ -39,9 +39,9 @@ from engine.row_widths import fitted
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
 from kvcache.divided import pool_of_parts
-from kvcache.layout import GroupSpec, StateGroupSpec, rank_spec
+from kvcache.layout import GroupSpec, rank_spec
 from kvcache.page_runs import as_pages
-from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
+from kvcache.pool import KVCache, open_pool
 from kvtransfer.copies import CudaCopies
 from kvtransfer.region import GroupRegion, spread_region
 from tests.support import flashinfer_stand_in as stand_in
@@ -192,11 +192,8 @@ def _pools(loaded: loader.LoadedModel, ranks: int) -> dict[str, Any]:
     return {spec.name: _pool(rank_spec(spec, ranks)) for spec in loaded.spec.groups}
 
 
-def _pool(spec: GroupSpec) -> Any:
-    if isinstance(spec, StateGroupSpec):
-        return MambaPool(spec, PAGES, device="cuda:0")
-    kind: Any = MLAKVCache if spec.kind == "latent" else MHAKVCache
-    return kind(spec, PAGES, PAGE, device="cuda:0")
+def _pool(spec: GroupSpec) -> KVCache:
+    return open_pool(spec, PAGES, PAGE, device="cuda:0")
 
 
 def _regions(pools: Mapping[str, KVCache]) -> list[GroupRegion]:

@@ -108,11 +108,12 @@ class MemoryOptions(Options):
         description="on a GPU: share of its memory for the worker; KV takes what weights and the largest "
         "forward leave of it when max_total_tokens is not given",
     )
-    swa_full_tokens_ratio: float = Field(
-        CacheConfig.swa_full_tokens_ratio,
+    swa_full_tokens_ratio: float | None = Field(
+        None,
         gt=0,
         le=1,
-        description="capacity for sliding-window layers, as a share of max_total_tokens",
+        description="capacity for sliding-window layers, as a share of max_total_tokens; None: 0.8, but 0.1 "
+        "with compressed attention",
     )
     max_mamba_cache_size: int | None = Field(
         None,

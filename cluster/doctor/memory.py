@@ -73,7 +73,7 @@ def _pool_bytes(options: WorkerOptions, groups: tuple[GroupSpec, ...], tokens: i
     nbytes = 0.0
     for group in groups:
         size = group.page_bytes(options.page_size)
-        ratio = options.swa_full_tokens_ratio if group.kind == "window" else 1.0
+        ratio = (options.swa_full_tokens_ratio or group.window_ratio) if group.kind == "window" else 1.0
         nbytes += size * (_state_slots(options) if group.kind == "state" else pages * ratio)
     return int(nbytes)
 

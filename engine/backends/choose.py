@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.attention_chunks import AttentionChunks
+from engine.backends.compressed_reference import TorchCompressedAttention
 from engine.backends.flashinfer_limits import check_heads
 from engine.backends.latent_choose import build_latent
-from engine.backends.pick import pick
+from engine.backends.pick import BackendUnavailable, pick
 from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.loader import LoadedModel
-from engine.paged_layers import AttentionBackend, LatentBackend, PagedLayers
-from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
+from engine.paged_layers import AttentionBackend, CompressedBackend, LatentBackend, PagedLayers
+from kvcache.pool import EntryKVCache, KVCache, MHAKVCache, MLAKVCache
 
 
 def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
@@ -21,10 +22,13 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
     built: dict[str, AttentionBackend] = {}
     tail: dict[str, AttentionBackend] = {}
     latent: LatentBackend | None = None
+    compressed: CompressedBackend | None = None
     for group in loaded.spec.groups:
         pool = pools[group.name]
         if isinstance(pool, MLAKVCache):
             latent = build_latent(config, pool, loaded.attention)
+        if isinstance(pool, EntryKVCache) and group.window is None:
+            compressed = build_compressed(config, pool, pools["window"], loaded)
         if isinstance(pool, MHAKVCache) and group.layer_ids:
             layers = [facts for facts in loaded.attention if facts.kv_layer in group.layer_ids]
             scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
@@ -41,7 +45,7 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
             built[group.kind] = build_attention(config, pool, *like)
             if any(facts.shares is not None for facts in layers):
                 tail[group.kind] = build_attention(config, pool, *like, beside=built[group.kind])
-    return layers_over(loaded, pools, built, latent, tail)
+    return layers_over(loaded, pools, built, latent, tail, compressed)
 
 
 def layers_over(
@@ -50,14 +54,31 @@ def layers_over(
     built: Mapping[str, AttentionBackend],
     latent: LatentBackend | None,
     tail: Mapping[str, AttentionBackend],
+    compressed: CompressedBackend | None = None,
 ) -> PagedLayers:
     """The layers of a model over backends by the kind of their group; `tail`: of those that share keys and
     values. Raises ConfigError if pages do not divide chunked attention."""
     groups, shared = loaded.spec.groups, loaded.shared
     sizes = [facts.window for facts in loaded.attention if facts.in_chunks and facts.window is not None]
     chunks = AttentionChunks(sizes[0], pools["window"].page_size) if sizes else None
-    last = PagedLayers(tail.get("full"), tail.get("window"), groups, None, shared) if tail else None
-    return PagedLayers(built.get("full"), built.get("window"), groups, latent, shared, last, chunks)
+    last = PagedLayers(tail.get("full"), tail.get("window"), groups, shared=shared) if tail else None
+    return PagedLayers(
+        built.get("full"), built.get("window"), groups, latent, compressed, shared, last, chunks
+    )
+
+
+def build_compressed(
+    config: EngineConfig, entries: EntryKVCache, window: KVCache, loaded: LoadedModel
+) -> CompressedBackend:
+    """Plain torch, on every device. Raises ConfigError if another backend is given by name."""
+    assert isinstance(window, EntryKVCache)
+    [scale] = {facts.scale for facts in loaded.attention}
+    compressions = {facts.compression for facts in loaded.attention if facts.compression is not None}
+
+    def none() -> CompressedBackend:
+        raise BackendUnavailable("there is no kernel of compressed attention")
+
+    return pick(config, lambda: TorchCompressedAttention(entries, window, scale, compressions), none, none)
 
 
 def build_attention(

@@ -121,6 +121,7 @@ SUBSET = [
     Case("gemma4_text", 16, 20, "mooncake", overlap=1),
     Case("gpt_oss", 16, 56, "tcp"),
     Case("llama4_text", 16, 20, "shm", overlap=1),
+    Case("deepseek_v4", 16, 20, "tcp", overlap=1),
     Case("qwen3_next", 16, 20, "shm", overlap=1),
     Case("qwen3_5_text", 1, 56, "mooncake"),
     Case("qwen3_5_moe_text", 64, 20, "tcp"),

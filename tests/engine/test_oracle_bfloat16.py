@@ -106,9 +106,10 @@ def yardstick_of(model: str, directory: Path) -> Yardstick:
 def cases() -> list[object]:
     """Every model with every backend. In `make test` with the fastest one, but of SIMILAR only every third
     family; and every second one of the families that differ much also with another in turn."""
-    forms, similar = backends(), range(len(FAMILIES) + len(MIXED), len(EVERY))
+    every, similar = backends(), range(len(FAMILIES) + len(MIXED), len(EVERY))
+    in_torch = [one for one in every if one.attention == "torch"]  # compressed attention has no kernel
 
-    def is_quick(i: int, j: int) -> bool:
+    def is_quick(i: int, j: int, forms: list[Backend]) -> bool:
         if j == len(forms) - 1:
             return i not in similar or i % 3 == 0
         return i < len(FAMILIES) and i % 2 == 0 and j == i // 2 % len(forms)
@@ -118,9 +119,10 @@ def cases() -> list[object]:
             model,
             backend,
             id=f"{model}-{backend}",
-            marks=pytest.mark.oracle if is_quick(i, j) else pytest.mark.oracle_full,
+            marks=pytest.mark.oracle if is_quick(i, j, forms) else pytest.mark.oracle_full,
         )
         for i, model in enumerate([*EVERY, "demo"])
+        for forms in [in_torch if model == "deepseek_v4" else every]
         for j, backend in enumerate(forms)
     ]
 

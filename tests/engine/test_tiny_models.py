@@ -15,6 +15,7 @@ from tests.support.tiny_models import SPECIAL_TOKENS, make_tiny
 
 EVERY = sorted({**FAMILIES, **MIXED, **SIMILAR})
 CONSTANT = "act_fn.eps"  # of Apertus: it keeps a quotient finite
+UNSEEN = ".0.attn_hc.scale"  # of DeepSeek-V4: all streams are equal, and the middle value stays in its place
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -26,7 +27,7 @@ def test_every_parameter_is_random_and_a_function_of_the_seed(family: str, tmp_p
     for name, weight in first.items():
         if name.endswith(CONSTANT):
             continue
-        assert weight.numel() == 1 or weight.std() > 0.01, name
+        assert weight.numel() == 1 or weight.float().std() > 0.01, name
         assert weight.equal(again[name]), name
         assert not weight.equal(other[name]), name
 
@@ -44,7 +45,7 @@ def test_every_parameter_matters(family: str, tmp_path: Path) -> None:
     right = model(ids).logits
     saved = model.state_dict()
     for name in saved:
-        if name.endswith((f".{model.config.num_hidden_layers - 1}.layer_scalar", CONSTANT)):
+        if name.endswith((f".{model.config.num_hidden_layers - 1}.layer_scalar", CONSTANT, UNSEEN)):
             continue  # after the scalar comes a norm
         tensor = saved[name]
         kept = tensor.clone()

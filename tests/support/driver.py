@@ -24,8 +24,8 @@ from engine.config import EngineConfig
 from engine.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
-from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
-from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
+from kvcache.layout import StateGroupSpec
+from kvcache.pool import MambaPool, MHAKVCache, open_pool
 from wire.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
@@ -59,9 +59,8 @@ def pools_of(loaded: LoadedModel, page_size: int, num_pages: int, device: str = 
             pools[spec.name] = MambaPool(spec, STATE_SLOTS, device)
             pools[spec.name].bytes.fill_(255)  # NaN in every dtype
             continue
-        assert isinstance(spec, KVGroupSpec | LatentGroupSpec)
-        kind: Any = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
-        pools[spec.name] = pool = kind(spec, num_pages, page_size, device)
+        pool: Any = open_pool(spec, num_pages, page_size, device)
+        pools[spec.name] = pool
         pool.data.normal_(0.0, 3.0, generator=torch.Generator(device).manual_seed(seed))
     return pools
 
@@ -112,7 +111,7 @@ class Driver:
         self.engine = engine
         self.page_size = page_size
         self.window_pool = window_pool
-        windows = [group.window for group in engine.spec.groups if isinstance(group, KVGroupSpec)]
+        windows = (group.window for group in engine.spec.groups)
         self.window = next((window for window in windows if window is not None), None)
         self._free = list(range(1, num_pages + 1))
         random.Random(seed).shuffle(self._free)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from engine.backends.choose import layers_over
+from engine.backends.choose import build_compressed, layers_over
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.loader import LoadedModel, load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
+from kvcache.pool import EntryKVCache
 from tests.support.driver import pools_of
 from tests.support.flashinfer_record import function_signature, signature
 
@@ -345,7 +346,7 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
     tail: dict[str, Any] = {}
     for group in loaded.spec.groups:
         facts = [layer for layer in loaded.attention if layer.kv_layer in group.layer_ids]
-        if not facts or group.kind == "state":
+        if not facts or group.kind == "state" or isinstance(pools[group.name], EntryKVCache):
             continue
         first, pool = facts[0], pools[group.name]
         if group.kind == "latent":
@@ -365,4 +366,8 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
                 tail[group.kind] = FlashInferAttention(
                     pool, first.query_heads, first.scale, sinks, first.softcap, workspace
                 )
-    return layers_over(loaded, pools, built, built.get("latent"), tail)
+    compressed = None
+    if isinstance(entries := pools[loaded.spec.groups[0].name], EntryKVCache):
+        config = EngineConfig("m", attention="torch", device=str(entries.device))
+        compressed = build_compressed(config, entries, pools["window"], loaded)
+    return layers_over(loaded, pools, built, built.get("latent"), tail, compressed)

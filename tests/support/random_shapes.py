@@ -382,6 +382,35 @@ def _kimi_linear(draw: ShapeDraw) -> Keys:
     }
 
 
+def _deepseek_v4(draw: ShapeDraw) -> Keys:
+    """An entry needs no more tokens than the window has, and both indexer and heads rotate as many values."""
+    rng = draw.rng
+    rates = {
+        "compressed_sparse_attention": rng.choice([2, 4]),
+        "heavily_compressed_attention": rng.choice([2, 8, 16]),
+    }
+    return {
+        **draw.experts("n_routed_experts"),
+        "num_key_value_heads": 1,
+        "q_lora_rank": 8 * rng.randrange(1, 5),
+        "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
+        "sliding_window": max(draw.window(), 2 * rates["compressed_sparse_attention"], *rates.values()),
+        "compress_rates": rates,
+        "layer_types": [rng.choice([*rates, "sliding_attention"]) for _ in range(draw.layers)],
+        "mlp_layer_types": [rng.choice(["hash_moe", "moe"]) for _ in range(draw.layers)],
+        "scoring_func": rng.choice(["sqrtsoftplus", "sigmoid"]),
+        "swiglu_limit": rng.choice([0.5, 10.0]),
+        "o_groups": rng.choice([n for n in (1, 2, 4) if draw.heads % n == 0]),
+        "o_lora_rank": 8 * rng.randrange(1, 4),
+        "index_n_heads": 16,
+        "index_head_dim": draw.head_dim + 8 * rng.randrange(3),
+        "index_topk": rng.choice([1, 6, 400]),
+        "hc_mult": rng.choice([1, 2, 4]),
+        "hc_sinkhorn_iters": rng.choice([1, 3]),
+        "rope_parameters": draw.rope(),
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -406,5 +435,6 @@ SHAPES = {
     "lfm3": _lfm3,
     "llama4_text": _llama4,
     "kimi_linear": _kimi_linear,
+    "deepseek_v4": _deepseek_v4,
 }
 """model_type -> the keys beside those that all have."""

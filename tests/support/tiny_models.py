@@ -88,6 +88,9 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
+            if name.endswith("tid2eid"):  # DeepSeek-V4's experts of each token
+                of_token = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
+                buffer.copy_(of_token.topk(buffer.shape[1]).indices)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.1, generator=generator)
             if name.endswith("act_fn.beta"):
