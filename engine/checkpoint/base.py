@@ -41,6 +41,7 @@ class Format:
     numbers: str  # suffix of the tensor that has a number for each of the weight's, the others few
     bits: int  # of such a number
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
+    renamed: tuple[tuple[str, str], ...] = ()  # suffixes that some checkpoints have instead of one of `parts`
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from engine.checkpoint.base import Format
 from engine.checkpoint.grouped import StoredZeros, awq_format, gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
-from engine.checkpoint.scaled import Block, scaled_format
+from engine.checkpoint.scaled import Block, fp8_format, scaled_format
 from engine.errors import UnsupportedModel
 
 Settings = Mapping[str, Any]
@@ -36,7 +36,7 @@ def _fp8(settings: Settings) -> Format:
     block = _block(sizes)
     if block is None and sizes is not None:
         raise _refused("weight_block_size", sizes, ("two sizes", None))
-    return scaled_format(".weight_scale_inv", block)
+    return fp8_format(block, _one_of(settings, "expert_dtype", ("fp8", "fp4"), default="fp8") == "fp4")
 
 
 def _mxfp4(settings: Settings) -> Format:

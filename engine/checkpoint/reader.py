@@ -201,6 +201,10 @@ def read_weights(
 def _parts_of_quantised(stored: dict[str, Stored], form: Format) -> dict[str, dict[str, Stored]]:
     """Take the tensors of quantised weights out of `stored`: by the weight's name and their suffix."""
     weights: dict[str, dict[str, Stored]] = {}
+    for other, suffix in form.renamed:
+        for stem in [name.removesuffix(other) for name in stored if name.endswith(other)]:
+            if stem + form.numbers in stored and stem + suffix not in stored:
+                stored[stem + suffix] = stored.pop(stem + other)
     for name in [name for name in stored if name.endswith(form.parts[0])]:
         stem = name.removesuffix(form.parts[0])
         parts = {suffix: stored.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from engine.checkpoint.base import Format, Parts, row_blocks
+from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.stored import StoredTensor
 
 Block = tuple[int, int]
@@ -89,6 +90,30 @@ def scaled_format(scale: str, block: Block | None) -> Format:
     """weight = `.weight` times its scale, the tensor with suffix `scale`. `block` None: see _read."""
     read = partial(_read, scale=scale, block=block)
     return Format((scale, ".weight"), read, ".weight", 8, optional=_OF_ACTIVATIONS)
+
+
+def fp8_format(block: Block | None, has_fp4: bool) -> Format:
+    """DeepSeek-V3's. DeepSeek-V4's scales have another name, and are powers of two (E8M0); `has_fp4`: weights
+    stored as int8 have two numbers of 4 bits in each byte."""
+    scale = ".weight_scale_inv"
+    form = scaled_format(scale, block)
+    if not has_fp4:
+        return replace(form, renamed=((".scale", scale),))
+    read = partial(_read_either, scale=scale, block=block)
+    return replace(form, renamed=((".scale", scale),), read=read)
+
+
+def _read_either(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:
+    """Of 4 bits: int8 [rows, inputs / 2], the low half of a byte first, and E8M0 [rows, inputs / 32]."""
+    numbers, scales = parts[".weight"], parts[scale]
+    if numbers.dtype != torch.int8:
+        return _read(parts, dtype, scale, block)
+    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8) or scales.shape[1:] != (
+        numbers.shape[1] / 16,
+    ):
+        raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)} for {tuple(numbers.shape)} bytes")
+    codes = numbers.view(torch.uint8).view(len(numbers), -1, 16)
+    return StoredTensor([[Mxfp4Matrix(codes, scales.view(torch.uint8))]], dtype, experts=False)
 
 
 def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:

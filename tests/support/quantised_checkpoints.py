@@ -178,6 +178,42 @@ def one_scale(weight: Array) -> tuple[Tensors, Array]:
     return {".weight": stored, **scales}, stored.float().numpy() * scale
 
 
+def powers_of_two(weight: Array) -> tuple[Tensors, Array]:
+    """DeepSeek-V4's fp8: scales are E8M0, and have another name."""
+    high, wide = 16, 24
+    scales = np.zeros((-(-weight.shape[0] // high), -(-weight.shape[1] // wide)), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        tile = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
+        scales[i, j] = np.exp2(np.ceil(np.log2(np.abs(tile).max() / 448)))
+    rows, columns = np.indices(weight.shape)
+    each = scales[rows // high, columns // wide]
+    stored = torch.from_numpy(weight / each).to(torch.float8_e4m3fn)
+    decoded = np.array([e4m3(code) for code in range(256)], np.float32)[stored.view(torch.uint8).numpy()]
+    return {".weight": stored, ".scale": torch.from_numpy(scales).to(torch.float8_e8m0fnu)}, decoded * each
+
+
+def pairs_of_fp4(weight: Array) -> tuple[Tensors, Array]:
+    """DeepSeek-V4's experts: two codes in a byte, and a power of two for 32 inputs."""
+    parts, exact = mxfp4(weight.T[None])
+    codes = parts["_blocks"].flatten(2)[0].view(torch.int8)
+    return {".weight": codes, ".scale": parts["_scales"][0].view(torch.float8_e8m0fnu)}, exact[0].T
+
+
+def of_deepseek_v4(name: str) -> Quantise | None:
+    """How the published checkpoints of DeepSeek-V4 store a weight; None: plain."""
+    if ".ffn.experts." in name:
+        return pairs_of_fp4
+    of_attention = ("wq_a.weight", "wq_b.weight", "attn.wkv.weight", "wo_a.weight", "wo_b.weight")
+    is_fp8 = ".shared_experts." in name or name.endswith(of_attention)
+    return powers_of_two if is_fp8 else None
+
+
+def published_v4(name: str) -> str:
+    """The published name of what transformers saves as `name`."""
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens", "embed")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
 def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Path]:
     """The tiny model (family, seed) in the format `form`, in two files, and in float32 as it then is.
 
@@ -197,15 +233,22 @@ def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Pat
     weights: Tensors = load_file(plain / "model.safetensors")
     of_mixtral = ("w1.weight", "w2.weight", "w3.weight")
     suffix = "_proj" if quantise is mxfp4 else ("proj.weight", *of_mixtral)
+    is_published_v4 = form == "fp8_fp4"
     for name, weight in sorted(weights.items()):
-        if ".layers." in name and name.endswith(suffix):
-            parts, value_ = quantise(weight.numpy())
+        if is_published_v4:
+            chosen = of_deepseek_v4(name)
+        else:
+            chosen = quantise if ".layers." in name and name.endswith(suffix) else None
+        if chosen is not None:
+            parts, value_ = chosen(weight.numpy())
             stem = name.removesuffix(".weight")
             tensors |= {stem + part: tensor for part, tensor in parts.items()}
             weights[name] = torch.from_numpy(np.ascontiguousarray(value_))
         else:
             tensors[name] = weight
     save_file(weights, exact / "model.safetensors", metadata={"format": "pt"})
+    if is_published_v4:
+        tensors = {published_v4(name): tensor for name, tensor in tensors.items()}
     _save_in_two(tensors, stored)
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
@@ -244,6 +287,17 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
             "activation_scheme": "dynamic",
         },
         scaled(".weight_scale_inv", (16, 128)),
+    ),
+    "fp8_fp4": (  # DeepSeek-V4's
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+            "weight_block_size": [16, 24],
+            "activation_scheme": "dynamic",
+        },
+        powers_of_two,
     ),
     "fp8_static": (  # Ministral 3's
         {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},

@@ -41,6 +41,7 @@ CASES = [
     ("qwen2_moe", "ct_fp8"),
     ("minimax_m2", "fp8"),
     ("ministral3", "fp8_static"),
+    ("deepseek_v4", "fp8_fp4"),
 ]
 ANSWER = 24
 both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))
