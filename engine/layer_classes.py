@@ -11,6 +11,7 @@ EXPERTS = (
     "DeepseekV2Experts",
     "DeepseekV32Experts",
     "DeepseekV3Experts",
+    "DeepseekV4Experts",
     "Dots1Experts",
     "Ernie4_5_MoeExperts",
     "ExaoneMoeExperts",
@@ -43,11 +44,14 @@ EXPERTS = (
     "SolarOpenExperts",
     CLAMPED,
 )
-"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. Llama 4's become
-ours (engine/llama4.py: Llama4Experts) after they are divided among ranks."""
+"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's have a
+`limit`: gates are at most that, and ups within it. Llama 4's become ours (engine/llama4.py: Llama4Experts)
+after they are divided among ranks."""
 
 ROUTERS = (
     "Cohere2MoeTopKRouter",
+    "DeepseekV4HashRouter",
+    "DeepseekV4TopKRouter",
     "GptOssTopKRouter",
     "GraniteMoeHybridTopKRouter",
     "GraniteMoeSWATopKRouter",

@@ -25,6 +25,7 @@ import kvtransfer.region
 from common.arguments import ExactParser
 from engine import loader
 from engine.batch import ForwardBatch
+from engine.checkpoint.stored import dequantise_parameters
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
@@ -68,6 +69,7 @@ STORED = {
     "qwen3_moe-wide-fp8": "fp8_wide",
     "deepseek_v3-fp8": "fp8_wide",
     "gpt_oss-mxfp4": "mxfp4",
+    "deepseek_v4-fp8_fp4": "fp8_fp4",
     "qwen3-wide-awq": "awq",
     "mixtral-gptq": "gptq",
 }
@@ -168,6 +170,7 @@ def dry_run(directory: Path, group: OneOfTwo | None = None) -> dict[str, int]:
             pools = _pools(loaded, 1 if group is None else group.size)
             kept: set[str] = set()
             apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, kept))
+            dequantise_parameters(loaded.model)
             recorder = FakeRecorder(device)
             if group is not None and group.rank:
                 rank = ModelPart(loaded, pools, LoadPart(on_cuda, group.rank, group.size), group)

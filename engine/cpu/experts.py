@@ -115,7 +115,7 @@ def _activation(experts: Any) -> tuple[float, float, float, float]:
         return experts.alpha, 0.0, 1.0, experts.limit
     if isinstance(experts.act_fn, GELUTanh):
         return 2 * math.sqrt(2 / math.pi), 0.044715, 0.0, math.inf
-    return 1.0, 0.0, 0.0, math.inf
+    return 1.0, 0.0, 0.0, getattr(experts, "limit", math.inf)
 
 
 def _halves(gate_up: torch.Tensor, alternate: bool) -> tuple[torch.Tensor, torch.Tensor]:

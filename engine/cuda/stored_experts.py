@@ -6,6 +6,7 @@ number of tiles is the most that there can be. So its steps can be recorded on e
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ class StoredExperts(nn.Module):
         super().__init__()
         self._gate_up, self._down = gate_up, down
         self._count = len(experts.gate_up_proj)
+        self._limit: float = getattr(experts, "limit", math.inf)
         self._clamped = type(experts).__name__ == CLAMPED
         if self._clamped:
-            self._alpha, self._limit = experts.alpha, experts.limit
+            self._alpha = experts.alpha
             self.gate_up_bias, self.down_bias = experts.gate_up_proj_bias, experts.down_proj_bias
         else:
             self._act = experts.act_fn
@@ -56,6 +58,8 @@ class StoredExperts(nn.Module):
     def _activate(self, gate_up: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         if not self._clamped:
             gate, up = gate_up.chunk(2, dim=-1)
+            if self._limit < math.inf:
+                gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
             activated: torch.Tensor = self._act(gate) * up
             return activated
         gate_up = gate_up + self.gate_up_bias[experts]

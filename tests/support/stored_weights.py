@@ -71,7 +71,7 @@ def stored_experts(make: Callable[..., Any], family: str, form: str) -> tuple[An
         for exact_one in getattr(exact, name).data:
             outputs, inputs = exact_one.T.shape if transposed else exact_one.shape
             # gpt-oss alone has gates and ups in one weight.
-            apart = (outputs // 2,) * 2 if form != "mxfp4" and name == "gate_up_proj" else (outputs,)
+            apart = (outputs // 2,) * 2 if family != "gpt_oss" and name == "gate_up_proj" else (outputs,)
             made = [in_format(form, rows, inputs) for rows in apart]
             weights = torch.cat([each for each, _ in made])
             exact_one.copy_(weights.T if transposed else weights)

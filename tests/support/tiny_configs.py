@@ -378,7 +378,7 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         index_head_dim=16,
         index_topk=6,
         hc_sinkhorn_iters=3,
-        rope_parameters=_YARN,
+        rope_parameters=dict(_YARN),  # the config writes to it
     ),
     "llama4_text": lambda: Llama4TextConfig(
         **{**COMMON, "num_hidden_layers": 4},

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from engine.checkpoint import base
 from engine.checkpoint.grouped import gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
-from engine.checkpoint.scaled import scaled_format
+from engine.checkpoint.scaled import fp8_format, scaled_format
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
@@ -119,6 +119,7 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
+        ({"quant_method": "fp8", "expert_dtype": "nvfp4"}, "expert_dtype is 'nvfp4'"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
@@ -260,6 +261,17 @@ def test_a_weight_may_have_scales_of_groups_without_inputs() -> None:
     ((matrix,),) = weight.matrices
     assert matrix.by_inputs(32)[0].shape == (8, 1)  # type: ignore[attr-defined]
     assert weight.dequantised().equal(torch.from_numpy(numbers - 8) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "scales", [torch.ones(8, 3).to(torch.float8_e8m0fnu), torch.ones(8, 2)], ids=["too many", "no powers"]
+)
+def test_scales_that_do_not_fit_pairs_of_fp4_are_refused(scales: torch.Tensor) -> None:
+    parts = {".weight": torch.zeros(8, 32, dtype=torch.int8), ".weight_scale_inv": scales}
+    with pytest.raises(ValueError, match=r"scales are torch.*for \(8, 32\) bytes"):
+        fp8_format((128, 128), has_fp4=True).read(parts, torch.bfloat16)
+    with pytest.raises(ValueError, match="scales are"):
+        fp8_format((128, 128), has_fp4=False).read(parts, torch.bfloat16)
 
 
 def test_an_mxfp4_scale_of_255_makes_numbers_that_are_none() -> None:

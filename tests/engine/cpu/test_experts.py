@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
+from transformers import DeepseekV4Config, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -17,7 +18,7 @@ from tests.support.cpu_kernels import packing_isas
 
 packing_isas()  # skipped without any
 
-FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v4"]
 
 
 def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
@@ -31,6 +32,15 @@ def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
             swiglu_limit=2.0,
         )
         kind = GptOssExperts
+    elif family == "deepseek_v4":  # so does this one
+        config = DeepseekV4Config(
+            hidden_size=hidden,
+            moe_intermediate_size=inner,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            swiglu_limit=1.0,
+        )
+        kind = DeepseekV4Experts
     elif family == "gemma4_text":
         config = Gemma4TextConfig(
             hidden_size=hidden, moe_intermediate_size=inner, num_experts=5, top_k_experts=2
