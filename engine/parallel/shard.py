@@ -24,8 +24,9 @@ _INTO = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")  # w:
 _OUT_OF = ("o_proj", "down_proj", "w2")
 _ONCE = -1  # in the place of a dimension: AddedOnce
 
-Dimensions = Mapping[str, int]
-"""The last two parts of a weight's name in a checkpoint -> the dimension that is divided."""
+Dimensions = Mapping[str, int | None]
+"""The last two parts of a weight's name in a checkpoint, or the last three, which come first -> the dimension
+that is divided; None: none is."""
 
 _COMMON: Dimensions = {
     **{f"{name}.{kind}": 0 for name in _INTO for kind in ("weight", "bias")},
@@ -33,6 +34,12 @@ _COMMON: Dimensions = {
 }
 _DEEPSEEK: Dimensions = {"q_b_proj.weight": 0, "kv_b_proj.weight": 0}
 _SINKS: Dimensions = {"self_attn.sinks": 0}
+_COMPRESSED: Dimensions = {  # by the published names, and by transformers'
+    **{"attn.wq_b.weight": 0, "wo_a.weight": 0, "wo_b.weight": 1, "attn.attn_sink": 0},
+    **{"self_attn.q_b_proj.weight": 0, "o_a_proj.weight": 0, "o_b_proj.weight": 1},
+    **{"compressor.gate_proj.weight": None, "indexer.gate_proj.weight": None},
+    **_SINKS,
+}
 _GPT_OSS: Dimensions = {  # gates and ups alternate
     **_SINKS,
     "experts.gate_up_proj": 2,
@@ -58,6 +65,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "deepseek_v4": _COMPRESSED,
     "gemma4_text": _EXPERTS,
     "gemma4_unified_text": {},
     "glm": _JOINED,
@@ -89,7 +97,7 @@ _TWICE_THE_KV_HEADS = "mimo_v2_flash"  # in layers with a window
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _DIVIDED = (
     *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "o_groups"),
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""
 
@@ -162,7 +170,8 @@ class Shard:
             )
         part = copy.deepcopy(config)
         for key in _DIVIDED:
-            if (whole := getattr(config, key, None)) is not None:
+            is_other_name = config.attribute_map.get(key) in _DIVIDED
+            if not is_other_name and (whole := getattr(config, key, None)) is not None:
                 setattr(part, key, self._share(key, whole))
         if (of_layers := getattr(config, _HEADS_OF_LAYERS, None)) is not None:
             setattr(part, _HEADS_OF_LAYERS, [self._share(_HEADS_OF_LAYERS, heads) for heads in of_layers])
@@ -196,8 +205,9 @@ class Shard:
         kv_heads = _kv_heads_of_layers(config)
 
         def part(name: str) -> Division | AddedOnce | None:
-            own = ".".join(name.split(".")[-2:])
-            dim = dimensions.get(own)
+            parts = name.split(".")
+            own, longer = ".".join(parts[-2:]), ".".join(parts[-3:])
+            dim = dimensions[longer] if longer in dimensions else dimensions.get(own)
             if dim is None:
                 return None
             if dim == _ONCE:

@@ -139,6 +139,7 @@ def test_weights_stay_stored_in_parts_of_them(family: str, form: str, tmp_path: 
     [
         ("llama", 3, "tp_size: num_attention_heads is 4 in config.json; use a number that divides 4"),
         ("phi3", 4, "tp_size: num_key_value_heads is 2 in config.json; use a number that divides 2"),
+        ("deepseek_v4", 4, "tp_size: o_groups is 2 in config.json; use a number that divides 2"),
         ("lfm2", 2, "tp_size: models of type lfm2 are not divided among ranks"),
     ],
 )
