@@ -57,6 +57,9 @@ _MISTRAL_LIST = ToolFormat(
 )
 _DEEPSEEK_V3 = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL, "```json"), deepseek.V3_SYNTAX)
 _DEEPSEEK = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL,), deepseek.SYNTAX)
+_DEEPSEEK_V4 = ToolFormat(
+    partial(xml.read, xml.DEEPSEEK_V4), xml.DEEPSEEK_V4.markers, (xml.DEEPSEEK_V4.call[0],)
+)
 _DEEPSEEK_V32 = ToolFormat(partial(xml.read, xml.DEEPSEEK), xml.DEEPSEEK.markers, xml.DEEPSEEK.markers)
 _KIMI = ToolFormat(kimi.read, kimi.MARKERS, (kimi.BEGIN,), kimi.SYNTAX, end_thoughts=(kimi.BEGIN,))
 _GEMMA4 = ToolFormat(gemma4.read, gemma4.MARKERS, (gemma4.OPEN + gemma4.BEFORE_NAME,), gemma4_syntax.SYNTAX)
@@ -80,8 +83,8 @@ _GLM = ToolFormat(
 )
 
 _TOOL_FORMATS = (
-    _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK, _KIMI, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _SEED,
-    _MINIMAX, _QWEN_CODER, _GLM, _GEMMA4, _LLAMA3, _HERMES,
+    _DEEPSEEK_V4, _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK, _KIMI, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC,
+    _SEED, _MINIMAX, _QWEN_CODER, _GLM, _GEMMA4, _LLAMA3, _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -94,6 +97,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
         **dict.fromkeys(("deepseek_v32", "deepseekv32"), _DEEPSEEK_V32),
+        **dict.fromkeys(("deepseek_v4", "deepseekv4"), _DEEPSEEK_V4),
         "gemma4": _GEMMA4,
         "kimi_k2": _KIMI,
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
@@ -118,7 +122,7 @@ REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("qwen3", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "hunyuan", "kimi_k2"),
-                *("minimax_m2", "minimax"),
+                *("minimax_m2", "minimax", "deepseek_v4", "deepseek-v4"),
             ),
             _THINK,
         ),

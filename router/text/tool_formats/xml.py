@@ -25,6 +25,8 @@ DeepSeek-V3.2 does so, too, and says of each value whether it is a text:
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
+DeepSeek-V4's are the same between `<｜DSML｜tool_calls>` and its end.
+
 An argument is text or JSON, as its schema says. It is read as a whole.
 """
 
@@ -86,6 +88,7 @@ DEEPSEEK = Tags(
     is_text='" string="',
     mark="｜DSML｜",
 )
+DEEPSEEK_V4 = replace(DEEPSEEK, call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", on_lines=False)
 
 

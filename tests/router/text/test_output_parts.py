@@ -171,6 +171,14 @@ CASES: list[tuple[str, str, Found]] = [
         f'<{DSML}parameter name="o" string="true">{{"x": [1]}}</{DSML}parameter></{DSML}invoke>',
         ("", "", [("f", '{"s": "7", "n": 42, "o": {"x": [1]}}')]),
     ),
+    # DeepSeek-V4's.
+    (
+        "deepseek_v4",
+        f'Hm.\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n'
+        f'<{DSML}parameter name="a" string="false">1</{DSML}parameter>\n</{DSML}invoke>\n'
+        f'<{DSML}invoke name="g">\n</{DSML}invoke>\n</{DSML}tool_calls>',
+        ("", "Hm.", [F1, G]),
+    ),
     # Kimi K2's.
     (
         "kimi_k2",
@@ -703,6 +711,7 @@ def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None,
         (f"{D_CALL} </think>", "deepseek_v31", "qwen3"),
         (f"{D_CALL} ```json", "deepseek_v3", None),
         (f"<{DSML}function_calls> <think></think>", "deepseek_v32", "qwen3"),
+        (f"<{DSML}tool_calls> <{DSML}invoke <think></think>", "deepseek_v4", "qwen3"),
         (f"{K_BEGIN}{K_CALL} <think></think>", "kimi_k2", "kimi_k2"),
         ('{"name": function name, "parameters": dictionary of argument', "llama3_json", None),
         ("[func_name1(params_name1=", "pythonic", None),
