@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from engine.attention_chunks import AttentionChunks
 from engine.backends.compressed_reference import TorchCompressedAttention
+from engine.backends.compressed_triton import TritonCompressedAttention, check_entries
 from engine.backends.flashinfer_limits import check_heads
 from engine.backends.latent_choose import build_latent
 from engine.backends.pick import BackendUnavailable, pick
@@ -70,15 +71,20 @@ def layers_over(
 def build_compressed(
     config: EngineConfig, entries: EntryKVCache, window: KVCache, loaded: LoadedModel
 ) -> CompressedBackend:
-    """Plain torch, on every device. Raises ConfigError if another backend is given by name."""
+    """The backend that `config.attention` names. On CPUs there is plain torch alone."""
     assert isinstance(window, EntryKVCache)
     [scale] = {facts.scale for facts in loaded.attention}
     compressions = {facts.compression for facts in loaded.attention if facts.compression is not None}
 
-    def none() -> CompressedBackend:
+    def cpu() -> CompressedBackend:
         raise BackendUnavailable("there is no kernel of compressed attention")
 
-    return pick(config, lambda: TorchCompressedAttention(entries, window, scale, compressions), none, none)
+    def triton() -> CompressedBackend:
+        indexed = next((one.tokens for one in compressions if one.top is not None), None)
+        check_entries(entries, loaded.model.config.head_dim, indexed)
+        return TritonCompressedAttention(entries, window, scale, compressions)
+
+    return pick(config, lambda: TorchCompressedAttention(entries, window, scale, compressions), cpu, triton)
 
 
 def build_attention(

@@ -7,6 +7,7 @@ these. So a step has the same form whatever sequences it is of, and a decode ste
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Self
 
 import torch
 
@@ -46,10 +47,10 @@ class TorchCompressedAttention:
         }
         self._longest = 0 if fixed is None else fixed[1] * self._page_size  # tokens that a query may see
 
-    def fixed(self, sequences: int, context_pages: int) -> TorchCompressedAttention:
+    def fixed(self, sequences: int, context_pages: int) -> Self:
         """This backend for recorded decode steps, as in FlashInferAttention."""
         shape = sequences, context_pages
-        return TorchCompressedAttention(self._entries, self._window, self._scale, tuple(self._closing), shape)
+        return type(self)(self._entries, self._window, self._scale, tuple(self._closing), shape)
 
     def prepare(self, batch: ForwardBatch) -> None:
         of_window = batch.for_window()
@@ -74,12 +75,24 @@ class TorchCompressedAttention:
         self._window.rows(layer)[self._slots.pages, self._slots.offsets] = rows
         if compressor is not None:
             self._close(layer, compressor)
+        self._attend(layer, q, out, sinks, None if compressor is None else compressor.compression, index)
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor,
+        compression: Compression | None,
+        index: IndexQueries | None,
+    ) -> None:
+        """forward() when all rows and entries are in their pages."""
         width = q.shape[-1]
         column = sinks.float()[:, None]  # [heads, 1]
-        for block in query_blocks(len(q), max(q.shape[1:]) * self._most_rows(compressor)):
+        for block in query_blocks(len(q), max(q.shape[1:]) * self._most_rows(compression)):
             attended, is_seen = self._of_window(layer, block, width)
-            if compressor is not None:
-                parts = self._of_entries(layer, block, width, compressor.compression, index)
+            if compression is not None:
+                parts = self._of_entries(layer, block, width, compression, index)
                 attended = torch.cat((attended, parts[0]), dim=1)
                 is_seen = torch.cat((is_seen, parts[1]), dim=1)
             scores = q[block].float() @ attended.transpose(1, 2) * self._scale  # [n, heads, rows]
@@ -96,12 +109,11 @@ class TorchCompressedAttention:
         entries = compressor.entries(self._window.rows(layer)[sources], closing.firsts)
         self._entries.rows(layer)[closing.pages, closing.rows] = entries
 
-    def _most_rows(self, compressor: Compressor | None) -> int:
+    def _most_rows(self, compression: Compression | None) -> int:
         """That a query gathers."""
         assert self._window.spec.window is not None
-        if compressor is None:
-            return self._window.spec.window
-        return self._window.spec.window + self._longest // compressor.compression.tokens
+        entries = 0 if compression is None else self._longest // compression.tokens
+        return self._window.spec.window + entries
 
     def _of_window(self, layer: int, block: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [n, tokens, width], and which of them each query sees, bool [n, tokens]."""
@@ -123,12 +135,16 @@ class TorchCompressedAttention:
         count = self._longest // compression.tokens
         numbers = torch.arange(count, device=visible.device).expand(len(visible), -1)
         rows = self._entries.rows(layer)
-        if index is not None and compression.top is not None and compression.top < count:
+        if index is not None and self._chooses(compression):
             keys, is_seen = self._gather(rows[..., width:], numbers, block, compression)
             scores = torch.einsum("nhd,ncd->nhc", index.q[block].float(), keys).relu_()
             scores = torch.einsum("nh,nhc->nc", index.weights[block], scores)
-            numbers = scores.masked_fill_(~is_seen, -torch.inf).topk(compression.top).indices
+            numbers = scores.masked_fill_(~is_seen, -torch.inf).topk(compression.top or 0).indices
         return self._gather(rows[..., :width], numbers, block, compression)
+
+    def _chooses(self, compression: Compression) -> bool:
+        """Whether a query of this step may have more entries before it than it attends to."""
+        return compression.top is not None and compression.top < self._longest // compression.tokens
 
     def _gather(
         self, rows: torch.Tensor, numbers: torch.Tensor, block: slice, compression: Compression

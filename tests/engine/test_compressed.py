@@ -11,17 +11,23 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from engine.backends.closed_windows import ClosingTokens
+from engine.backends.compressed_triton import check_entries
+from engine.backends.pick import BackendUnavailable
 from engine.batch import WindowPages
 from engine.config import EngineConfig
+from engine.cuda import triton_kernels
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from engine.paged_layers import Compression
+from kvcache.entry_layout import EntryGroupSpec, LayerRows
+from kvcache.pool import EntryKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_attention_chunks import SEQUENCES, batch_of
 from tests.support.driver import Driver, open_pools
 from tests.support.tiny_configs import MIXED
 
+ENTRIES = EntryGroupSpec((LayerRows(1, 32 + 16, 4), LayerRows(2, 32, 32)), torch.bfloat16)
 CPU = torch.device("cpu")
 SPARSE, HEAVY = Compression(4, 8, 6), Compression(8, 8, None)
 
@@ -102,6 +108,38 @@ def test_a_window_shorter_than_an_entry_is_refused() -> None:
         check_model(config)
     config.sliding_window = 8
     check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("entries", "head_dim", "tokens", "said"),
+    [
+        (ENTRIES, 32, 4, None),
+        (replace(ENTRIES, dtype=torch.float32), 32, 4, "bfloat16 and float16"),
+        (
+            replace(ENTRIES, rows=(LayerRows(0, 24, 8),)),
+            24,
+            None,
+            "power of two values from 16 on are read, not of 24",
+        ),
+        (replace(ENTRIES, rows=(LayerRows(0, 40, 4),)), 32, 4, "not of 8"),
+        (replace(ENTRIES, rows=(LayerRows(0, 48, 32),)), 32, 32, "a page of 16 tokens has no entry of 32"),
+    ],
+)
+def test_what_our_kernels_cannot_read_is_said(
+    entries: EntryGroupSpec,
+    head_dim: int,
+    tokens: int | None,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_kernels, "available", lambda: True)
+    pool = EntryKVCache(entries, 2, 16)
+    if said is None:
+        check_entries(pool, head_dim, tokens)
+        monkeypatch.setattr(triton_kernels, "available", lambda: False)
+        said = "Triton"
+    with pytest.raises(BackendUnavailable, match=said):
+        check_entries(pool, head_dim, tokens)
 
 
 def test_a_backend_that_is_named_and_has_no_kernel_is_refused(drawn: Drawn) -> None:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from engine.backends.choose import build_compressed, layers_over
+from engine.backends.choose import layers_over
+from engine.backends.compressed_triton import TritonCompressedAttention
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.sparse_flashinfer import FlashInferSparseAttention
@@ -368,6 +369,7 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
                 )
     compressed = None
     if isinstance(entries := pools[loaded.spec.groups[0].name], EntryKVCache):
-        config = EngineConfig("m", attention="torch", device=str(entries.device))
-        compressed = build_compressed(config, entries, pools["window"], loaded)
+        compressions = {layer.compression for layer in loaded.attention if layer.compression is not None}
+        scale = loaded.attention[0].scale
+        compressed = TritonCompressedAttention(entries, pools["window"], scale, compressions)
     return layers_over(loaded, pools, built, built.get("latent"), tail, compressed)
