@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.backends.flashinfer import FlashInferAttention
-from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.graphs import DecodeLimits
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
@@ -45,11 +43,10 @@ def logits_of(path: Path, ids: Sequence[int], dtype: torch.dtype, device: str) -
 
 
 def open_flashinfer(path: Path, device: str, overlap: bool = False) -> ModelRunner:
-    """A runner all of whose attention is FlashInfer's."""
+    """A runner none of whose attention is plain torch."""
     runner, _ = open_pools(path, PAGE, PAGES, "bfloat16", "flashinfer", "auto", overlap, device)
-    layers = runner.attention
-    for backend in (layers.full, layers.window, layers.latent):
-        assert backend is None or isinstance(backend, FlashInferAttention | FlashInferLatentAttention)
+    plain = {"TorchAttention", "TorchLatentAttention", "TorchSparseAttention", "TorchCompressedAttention"}
+    assert plain.isdisjoint(runner.attention.backend_names)
     return runner
 
 

@@ -28,6 +28,7 @@ WIDE = (
     "mimo_v2_flash",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "kimi_linear",
     "qwen3_next",
 )
@@ -35,7 +36,7 @@ WIDE = (
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:
     """The family's tiny model with heads of 64, of Gemma 4's full layers 512, of MiMo's keys 96, which are
-    filled up to 128, or latents of 512 + 64."""
+    filled up to 128, of DeepSeek-V4 512 with indexers of 128, or latents of 512 + 64."""
     config: Any = {**FAMILIES, **MIXED, **SIMILAR}[family]()
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
@@ -46,6 +47,10 @@ def make_wide(family: str, directory: Path, seed: int) -> Path:
             layer: {**keys, "head_dim": 512} for layer, keys in config.to_dict()["per_layer_config"].items()
         }
         config = type(config)(**{**config.to_dict(), "head_dim": 64, "per_layer_config": layers})
+    elif family == "deepseek_v4":
+        config.head_dim, config.index_head_dim = 512, 128
+        for rope in config.rope_parameters.values():
+            rope["partial_rotary_factor"] = 64 / 512
     elif family == "mimo_v2_flash":
         config.head_dim, config.v_head_dim = 96, 64
     else:
