@@ -56,9 +56,9 @@ class LatentAttention(nn.Module):
         self._rank: int = attention.kv_lora_rank
         self._rotate = rotate
         self.q_proj = getattr(attention, "q_proj", None)  # None if queries are projected through a low rank
-        self.q_a_proj = attention.q_a_proj
-        self.q_a_layernorm = attention.q_a_layernorm
-        self.q_b_proj = attention.q_b_proj
+        self.q_a_proj = getattr(attention, "q_a_proj", None)
+        self.q_a_layernorm = getattr(attention, "q_a_layernorm", None)
+        self.q_b_proj = getattr(attention, "q_b_proj", None)
         self.kv_a_proj_with_mqa = attention.kv_a_proj_with_mqa
         self.kv_a_layernorm = attention.kv_a_layernorm
         self.o_proj = attention.o_proj
@@ -73,12 +73,20 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor | None, ...]:
         """hidden_states [1, T, hidden] -> the same shape, as in the replaced module. A model that rotates
         nothing has no position_embeddings."""
-        return self._attend(hidden_states, self._compressed(hidden_states), position_embeddings, paged), None
+        queries = self._queries(self._compressed(hidden_states))
+        return self._attend(hidden_states, queries, position_embeddings, paged), None
 
     def _attend(
-        self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any, paged: PagedLayers
+        self,
+        hidden_states: torch.Tensor,
+        queries: tuple[torch.Tensor, torch.Tensor],
+        angles: Any,
+        paged: PagedLayers,
+        gates: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q_nope, q_rope = self._queries(compressed)
+        """`queries` are those of _queries(). `gates`, [T, heads, v_dim] or what becomes that, multiply what
+        the heads return."""
+        q_nope, q_rope = queries
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
         latent = self.kv_a_layernorm(latent)[0]
         q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], angles)
@@ -86,20 +94,24 @@ class LatentAttention(nn.Module):
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         backend, place = paged.latent_of_layer[self.layer_idx]
         backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out)
-        values = torch.bmm(out.transpose(0, 1), self.w_uv)  # [heads, T, v_dim]
-        result: torch.Tensor = self.o_proj(values.transpose(0, 1).flatten(1)[None])
+        values = torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)  # [T, heads, v_dim]
+        if gates is not None:
+            values = (values * gates).to(values.dtype)
+        result: torch.Tensor = self.o_proj(values.flatten(1)[None])
         return result
 
     def _compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the queries are linear functions of, [1, T, n]."""
         if self.q_proj is not None:
             return hidden_states
+        assert self.q_a_proj is not None
+        assert self.q_a_layernorm is not None
         compressed: torch.Tensor = self.q_a_layernorm(self.q_a_proj(hidden_states))
         return compressed
 
     def _queries(self, compressed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries before rotation: [1, heads, T, nope_dim] and [1, heads, T, rope_dim]."""
-        project = self.q_b_proj if self.q_proj is None else self.q_proj
+        project: Any = self.q_b_proj if self.q_proj is None else self.q_proj
         queries = project(compressed).unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
         q_nope, q_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         return q_nope, q_rope
@@ -124,7 +136,22 @@ class ScaledLatentAttention(LatentAttention):
         # Queries are linear functions of this, without a bias.
         compressed = self._compressed(hidden_states)
         compressed = compressed * scale.to(compressed.dtype)
-        return self._attend(hidden_states, compressed, position_embeddings, paged), None
+        return self._attend(hidden_states, self._queries(compressed), position_embeddings, paged), None
+
+
+class HeadGatedLatentAttention(LatentAttention):
+    """Of Ling 3, in which what a head returns is multiplied by a gate."""
+
+    def __init__(self, attention: Any, rotate: Rotate) -> None:
+        super().__init__(attention, rotate)
+        self.g_proj = attention.g_proj
+
+    def forward(
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        queries = self._queries(self._compressed(hidden_states))
+        gates = torch.sigmoid(self.g_proj(hidden_states)[0].float()).to(hidden_states.dtype)[..., None]
+        return self._attend(hidden_states, queries, position_embeddings, paged, gates), None
 
 
 class Indexer(nn.Module):
@@ -172,11 +199,38 @@ class SparseLatentAttention(LatentAttention):
         self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
         compressed = self._compressed(hidden_states)
+        self._select(hidden_states, compressed, position_embeddings, paged)
+        return self._attend(hidden_states, self._queries(compressed), position_embeddings, paged), None
+
+    def _select(
+        self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any, paged: PagedLayers
+    ) -> None:
         if self.indexer is not None:
             backend, place = paged.latent_of_layer[self.layer_idx]
             assert isinstance(backend, SelectsTokens)
-            backend.select(place, self.indexer(hidden_states, compressed, position_embeddings))
-        return self._attend(hidden_states, compressed, position_embeddings, paged), None
+            backend.select(place, self.indexer(hidden_states, compressed, angles))
+
+
+class GatedSparseLatentAttention(SparseLatentAttention):
+    """Of A.X K2, in which one projection has the queries and the gates of what the heads return."""
+
+    def __init__(self, attention: Any, rotate: Rotate, rotate_index: Rotate) -> None:
+        super().__init__(attention, rotate, rotate_index)
+        self.q_gate_proj = attention.q_gate_proj
+
+    def forward(
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        assert self.q_a_proj is not None
+        assert self.q_a_layernorm is not None
+        plain = self.q_a_proj(hidden_states)
+        compressed = self.q_a_layernorm(plain)
+        self._select(hidden_states, compressed, position_embeddings, paged)
+        both = self.q_gate_proj(torch.cat((compressed, plain), dim=-1)).unflatten(-1, (len(self.w_uk), -1))
+        q_nope, q_rope, gates = both.split((self._nope_dim, self._rope_dim, self.w_uv.shape[-1]), dim=-1)
+        queries = q_nope.transpose(1, 2), q_rope.transpose(1, 2)
+        gates = torch.sigmoid(gates[0].float())
+        return self._attend(hidden_states, queries, position_embeddings, paged, gates), None
 
 
 class SharingLatentAttention(SparseLatentAttention):

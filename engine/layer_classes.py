@@ -6,7 +6,9 @@ CLAMPED = "GptOssExperts"
 """Its gates and ups alternate, have biases and are clamped."""
 EXPERTS = (
     "AXK1Experts",
+    "AXK2Experts",
     "AfmoeExperts",
+    "BailingHybridExperts",
     "Cohere2MoeExperts",
     "DeepseekV2Experts",
     "DeepseekV32Experts",
@@ -75,9 +77,11 @@ ROUTERS = (
 
 NORMS = (
     "AXK1RMSNorm",
+    "AXK2RMSNorm",
     "AfmoeRMSNorm",
     "ApertusRMSNorm",
     "ArceeRMSNorm",
+    "BailingHybridRMSNorm",
     "Cohere2MoeRMSNorm",
     "CwmRMSNorm",
     "DeepseekV2RMSNorm",
@@ -142,7 +146,9 @@ NORMS_PLUS_ONE = (
 
 MLPS = (
     "AXK1MLP",
+    "AXK2MLP",
     "AfmoeMLP",
+    "BailingHybridMLP",
     "Cohere2MLP",
     "Cohere2MoeMLP",
     "CwmMLP",

@@ -38,6 +38,7 @@ struct Call {
   int32_t taps;       // inputs of the convolution, at most kMaxTaps
   int32_t decays;     // of each head: 1, or key_dim where each of its channels has its own (Kimi)
   int32_t is_silu;    // the gate of the result; else a sigmoid
+  float bound;        // 0, or the least logarithm of a channel's decay, where it is that times a sigmoid (Ling)
   float eps;          // of the norm
   int32_t threads;
 };

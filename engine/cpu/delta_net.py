@@ -20,11 +20,13 @@ from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT
 
-KIMI = "KimiLinearDeltaAttention"
-"""It has a decay for each channel of a head's keys."""
-MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", KIMI)
+KIMI = ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention")
+"""They have a decay for each channel of a head's keys."""
+MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", *KIMI)
 """The transformers classes that DeltaNet computes."""
 
+_CONVERTED = ("A_log", "dt_bias")
+"""Parameters that may be in float32. So may be the convolution's."""
 MAX_DIM, MAX_TAPS = 256, 8  # delta_net.h: kMaxDim, kMaxTaps
 
 
@@ -47,7 +49,7 @@ class DeltaNetCall(ctypes.Structure):
         ("length", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("key_heads", "ratio", "key_dim", "value_dim", "taps")),
         *((name, ctypes.c_int32) for name in ("decays", "is_silu")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("bound", "eps")),
         ("threads", ctypes.c_int32),
     )
 
@@ -75,24 +77,35 @@ class _Form:
     project: Callable[[torch.Tensor], list[torch.Tensor]]  # [B, hidden] -> the outputs of projections
     places: dict[str, _Place]  # of q, k, v, z (the gate), b (the rate) and a (the decay)
     out: nn.Module
+    bound: float = 0.0  # see delta_net.h
 
 
 def _form(mixer: Any) -> _Form:
-    return _kimi(mixer) if type(mixer).__name__ == KIMI else _gated(mixer)
+    return _kimi(mixer) if type(mixer).__name__ in KIMI else _gated(mixer)
 
 
 def _kimi(mixer: Any) -> _Form:
+    """Ling's projects gates and decays at once, Kimi's through a low rank."""
     dim, gate = mixer.head_dim, mixer.forget_gate
+    is_ling = hasattr(mixer, "g_proj")
+    gates = (mixer.g_proj,) if is_ling else (mixer.g_a_proj, mixer.g_b_proj)
+    decays = (gate.f_proj,) if is_ling else (gate.f_a_proj, gate.f_b_proj)
 
     def project(hidden: torch.Tensor) -> list[torch.Tensor]:
         of_heads = [projection(hidden) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
-        gates = mixer.g_b_proj(mixer.g_a_proj(hidden))
-        return [*of_heads, gates, mixer.b_proj(hidden), gate.f_b_proj(gate.f_a_proj(hidden))]
+        z, a = hidden, hidden
+        for projection in gates:
+            z = projection(z)
+        for projection in decays:
+            a = projection(a)
+        return [*of_heads, z, mixer.b_proj(hidden), a]
 
     places = {name: _Place(number, 0, dim) for number, name in enumerate("qkvz")}
     places |= {"b": _Place(4, 0, 1), "a": _Place(5, 0, dim)}
     decay = gate.A_log.flatten(), gate.dt_bias
-    return _Form(mixer.num_heads, 1, dim, dim, dim, mixer.o_norm, *decay, project, places, mixer.o_proj)
+    bound = gate.lower_bound if getattr(gate, "safe_gate", False) else 0.0
+    dims = mixer.num_heads, 1, dim, dim, dim
+    return _Form(*dims, mixer.o_norm, *decay, project, places, mixer.o_proj, bound)
 
 
 def _gated(mixer: Any) -> _Form:
@@ -138,7 +151,12 @@ def fusible(mixer: Any) -> bool:
         and mixer.conv_kernel_size <= MAX_TAPS
         and len(form.a_log) == form.key_heads * form.ratio
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (form.key_dim, form.value_dim))
-        and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in mixer.parameters())
+        and all(p.device.type == "cpu" for p in mixer.parameters())
+        and all(
+            p.dtype == torch.bfloat16
+            for name, p in mixer.named_parameters()
+            if name.rpartition(".")[2] not in _CONVERTED and "conv1d" not in name
+        )
     )
 
 
@@ -170,6 +188,7 @@ class DeltaNet(nn.Module):
             taps=mixer.conv_kernel_size,
             decays=form.decays,
             is_silu=form.norm.activation == "silu",
+            bound=form.bound,
             eps=form.norm.variance_epsilon,
         )
 

@@ -161,7 +161,11 @@ class Recurrence {
       return;
     }
     for (int i = 0; i < c.decays; ++i) decay[i] = to_float(inputs[i]) + bias[i];
-    for (int i = 0; i < c.decays; i += 16) store(decay + i, exp_vector(mul(softplus(load(decay + i)), splat(rate))));
+    for (int i = 0; i < c.decays; i += 16) {
+      const Vec x = load(decay + i);
+      const Vec log = c.bound < 0 ? mul(sigmoid(mul(x, splat(-rate))), splat(c.bound)) : mul(softplus(x), splat(rate));
+      store(decay + i, exp_vector(log));
+    }
   }
 
   // The norm of one head's result, times the gate.

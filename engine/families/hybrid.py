@@ -16,9 +16,9 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.heads import divide_logits, scale_logits
-from engine.families.latent import absorb, latent_group, routed_by
+from engine.families.latent import absorb, latent_group, rotate_pairs, routed_by
 from engine.families.windowed import check_named, full_and_window, layers_of
-from engine.latent import LatentAttention, unrotated
+from engine.latent import HeadGatedLatentAttention, LatentAttention, unrotated
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
 
@@ -32,6 +32,7 @@ _MIXERS = {
     "FalconH1Mixer": "cache_params",
     "GraniteMoeHybridMambaLayer": "cache_params",
     "KimiLinearDeltaAttention": "cache_params",
+    "BailingHybridDeltaAttention": "cache_params",
     "Lfm2ShortConv": "past_key_values",
     "Lfm2MoeShortConv": "past_key_values",
     "Lfm3ShortConv": "past_key_values",
@@ -131,6 +132,11 @@ def _prepare_kimi(model: Any) -> None:
     absorb(model, LatentAttention, unrotated)
 
 
+def _prepare_bailing(model: Any) -> None:
+    _pack_mixers(model)
+    absorb(model, HeadGatedLatentAttention, rotate_pairs)
+
+
 def _prepare_granite(model: Any) -> None:
     _pack_mixers(model)
     divide_logits(model)
@@ -176,6 +182,14 @@ def _with_short_convolutions(architecture: str, *more: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": Family(
+        "BailingHybridForCausalLM",
+        _kimi_groups,
+        layer_types=_LINEAR_OR_FULL,
+        allows=frozenset({"kv_lora_rank"}),
+        check=_some_attend,
+        prepare=_prepare_bailing,
+    ),
     "falcon_h1": Family(
         "FalconH1ForCausalLM",
         _groups(_mamba2),

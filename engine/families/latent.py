@@ -12,6 +12,7 @@ from torch import nn
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.latent import (
+    GatedSparseLatentAttention,
     LatentAttention,
     Rotate,
     ScaledLatentAttention,
@@ -100,7 +101,7 @@ def _rotate_v2(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Ten
     return rotated
 
 
-def _rotate_v3_pairs(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_pairs(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
     rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb_interleave(q, k, *angles)
@@ -128,7 +129,7 @@ def _prepare_v2(model: nn.Module) -> None:
 
 def _rotation(model: nn.Module) -> Rotate:
     config: Any = model.config
-    return _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves
+    return rotate_pairs if config.rope_interleave else _rotate_v3_halves
 
 
 def _prepare_v3(model: nn.Module) -> None:
@@ -140,11 +141,15 @@ def _prepare_scaled(model: nn.Module) -> None:
 
 
 def _prepare_v32(model: nn.Module) -> None:
-    absorb(model, SparseLatentAttention, _rotate_v3_pairs, _rotate_v3_halves)
+    absorb(model, SparseLatentAttention, rotate_pairs, _rotate_v3_halves)
+
+
+def _prepare_axk2(model: nn.Module) -> None:
+    absorb(model, GatedSparseLatentAttention, rotate_pairs, _rotate_v3_halves)
 
 
 def _prepare_glm(model: nn.Module) -> None:
-    absorb(model, SharingLatentAttention, _rotate_v3_pairs, _rotate_v3_pairs)
+    absorb(model, SharingLatentAttention, rotate_pairs, rotate_pairs)
 
 
 _LATENT = frozenset({"kv_lora_rank"})
@@ -153,6 +158,7 @@ _INDEXED = frozenset({"indexed_attention"})
 
 FAMILIES: dict[str, Family] = {
     "axk1": Family("AXK1ForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3),
+    "axk2": Family("AXK2ForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_axk2),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM", _groups, allows=_LATENT, check=_check_v2, prepare=_prepare_v2
     ),

@@ -33,7 +33,10 @@ from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model, reference_model
 from tests.support.tiny_models import make_tiny
 
-HYBRID = (*("falcon_h1", "kimi_linear", "lfm2", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),)
+HYBRID = (
+    *("bailing_hybrid", "falcon_h1", "kimi_linear", "lfm2", "lfm3"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+)
 PAGE, PAGES, TOKENS = 16, 40, 24
 _random = random.Random(21)
 PROMPTS = [[_random.randrange(256) for _ in range(n)] for n in (1, 2, 37, 150)]
@@ -186,7 +189,9 @@ def test_the_families_pass_the_gate_as_saved_and_loaded(family: str, drawn: Draw
     path, _ = drawn(family)
     spec = load_model(EngineConfig(str(path))).spec
     assert spec.model_type == family
-    attention = {"kimi_linear": ["latent"], "lfm3": ["full", "window"]}.get(family, ["full"])
+    attention = {"bailing_hybrid": ["latent"], "kimi_linear": ["latent"], "lfm3": ["full", "window"]}.get(
+        family, ["full"]
+    )
     assert [group.kind for group in spec.groups] == [*attention, "state"]
 
 

@@ -19,7 +19,10 @@ from kvcache.pool import MambaPool
 from tests.support.driver import Driver, Lane, open_pools
 from tests.support.reference import draw_model
 
-HYBRID = ("falcon_h1", "kimi_linear", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID = (
+    *("bailing_hybrid", "falcon_h1", "kimi_linear", "lfm2", "qwen3_5_text", "qwen3_5_moe_text"),
+    "qwen3_next",
+)
 PAGE, PAGES, TOKENS, FORK = 16, 40, 32, 32
 _random = random.Random(12)
 PROMPT = [_random.randrange(256) for _ in range(72)]

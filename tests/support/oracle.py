@@ -15,7 +15,10 @@ LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 WINDOWED = (
     *("mistral_window", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v4"),
 )
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "kimi_linear", "lfm2", "lfm3")
+HYBRID = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid", "falcon_h1", "kimi_linear"),
+    *("lfm2", "lfm3"),
+)
 """Families with a state group."""
 EVERY = (*DENSE, *LATENT, *WINDOWED, *HYBRID)
 SIMILAR = tuple(sorted({**tiny_configs.SIMILAR, "seed_oss": None}))

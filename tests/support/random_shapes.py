@@ -411,6 +411,20 @@ def _deepseek_v4(draw: ShapeDraw) -> Keys:
     }
 
 
+def _bailing(draw: ShapeDraw) -> Keys:
+    """Its delta attention has the heads of its config."""
+    keys = _kimi_linear(draw)
+    for other in ("q_lora_rank", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
+        del keys[other]
+    return {
+        **keys,
+        "short_conv_kernel_size": draw.rng.choice([2, 3, 4]),
+        "kda_safe_gate": draw.flag(),
+        "kda_lower_bound": draw.rng.choice([-5.0, -1.0]),
+        "rope_parameters": draw.rope(),
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -436,5 +450,6 @@ SHAPES = {
     "llama4_text": _llama4,
     "kimi_linear": _kimi_linear,
     "deepseek_v4": _deepseek_v4,
+    "bailing_hybrid": _bailing,
 }
 """model_type -> the keys beside those that all have."""

@@ -34,6 +34,10 @@ def _derived(draw: ShapeDraw) -> Keys:
     }
 
 
+def _axk2(draw: ShapeDraw) -> Keys:
+    return {**deepseek_v32(draw), "gated_norm_rank": draw.rng.choice([4, 8])}
+
+
 def _cohere(draw: ShapeDraw) -> Keys:
     return {
         **_derived(draw),
@@ -469,6 +473,7 @@ SIMILAR_SHAPES = {
     "apertus": _apertus,
     "arcee": _arcee,
     "axk1": _axk1,
+    "axk2": _axk2,
     "cohere": _cohere,
     "cohere2": _cohere2,
     "cwm": _cwm,

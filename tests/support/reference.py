@@ -110,7 +110,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
 
 _NOT_FILLED_UP = (
     *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
-    *("llama4_text", "deepseek_v4"),
+    *("llama4_text", "deepseek_v4", "axk2"),
 )
 """What fills a prompt up changes the states of these models, or the positions by which Llama 4 scales, or
 what DeepSeek-V4's entries are made of, or what the margins of an indexer are of. Only neighbours of one

@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from transformers import KimiLinearConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    BailingHybridConfig,
+    KimiLinearConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
@@ -26,6 +33,7 @@ KINDS = {
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeGatedDeltaNet),
     "kimi": (KimiLinearConfig, KimiLinearDeltaAttention),
+    "ling": (BailingHybridConfig, BailingHybridDeltaAttention),
 }
 HIDDEN, SLOTS = 64, 7
 
@@ -35,6 +43,8 @@ def make_mixer(kind="qwen3_next", key_heads=2, value_heads=6, key_dim=32, value_
     config_class, mixer_class = KINDS[kind]
     if kind == "kimi":
         shape = {"linear_num_heads": key_heads, "linear_head_dim": key_dim}
+    elif kind == "ling":
+        shape = {"num_attention_heads": key_heads, "head_dim": key_dim}
     else:
         shape = {
             "linear_num_key_heads": key_heads,
@@ -47,7 +57,7 @@ def make_mixer(kind="qwen3_next", key_heads=2, value_heads=6, key_dim=32, value_
     )
     mixer = mixer_class(config, 0)
     for name, parameter in mixer.named_parameters():
-        if kind == "kimi" or name != "A_log":
+        if kind in ("kimi", "ling") or name != "A_log":
             torch.nn.init.normal_(parameter, std=0.3)
     return mixer.bfloat16().requires_grad_(False)
 
@@ -67,6 +77,7 @@ def replaced(mixer):
         ("qwen3_5_moe", (2, 4), (32, 32)),
         ("kimi", (3, 3), (32, 32)),
         ("kimi", (2, 2), (144, 144)),
+        ("ling", (3, 3), (32, 32)),
     ],
 )
 def test_tokens_equal_transformers_and_only_their_slots_are_written(kind, heads, dims, length, isa):
