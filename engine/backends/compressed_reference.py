@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from engine.backends.closed_windows import ClosingTokens
+from engine.backends.closing_tokens import ClosingTokens
 from engine.backends.new_slots import NewSlots
 from engine.backends.query_blocks import query_blocks
 from engine.backends.query_contexts import QueryContexts
@@ -135,16 +135,17 @@ class TorchCompressedAttention:
         count = self._longest // compression.tokens
         numbers = torch.arange(count, device=visible.device).expand(len(visible), -1)
         rows = self._entries.rows(layer)
-        if index is not None and self._chooses(compression):
+        if index is not None and (top := self._top(compression)) is not None:
             keys, is_seen = self._gather(rows[..., width:], numbers, block, compression)
             scores = torch.einsum("nhd,ncd->nhc", index.q[block].float(), keys).relu_()
             scores = torch.einsum("nh,nhc->nc", index.weights[block], scores)
-            numbers = scores.masked_fill_(~is_seen, -torch.inf).topk(compression.top or 0).indices
+            numbers = scores.masked_fill_(~is_seen, -torch.inf).topk(top).indices
         return self._gather(rows[..., :width], numbers, block, compression)
 
-    def _chooses(self, compression: Compression) -> bool:
-        """Whether a query of this step may have more entries before it than it attends to."""
-        return compression.top is not None and compression.top < self._longest // compression.tokens
+    def _top(self, compression: Compression) -> int | None:
+        """How many entries a query attends to, if in this step it may see more."""
+        top = compression.top
+        return None if top is None or top >= self._longest // compression.tokens else top
 
     def _gather(
         self, rows: torch.Tensor, numbers: torch.Tensor, block: slice, compression: Compression

@@ -29,8 +29,8 @@ class TritonCompressedAttention(TorchCompressedAttention):
         index: IndexQueries | None,
     ) -> None:
         chosen = None
-        if compression is not None and index is not None and self._chooses(compression):
-            chosen = self._best(layer, q.shape[-1], compression, index)
+        if compression is not None and index is not None and (top := self._top(compression)) is not None:
+            chosen = self._best(layer, q.shape[-1], compression.tokens, top, index)
         assert self._window.spec.window is not None
         contexts = self._contexts
         compressed_attention(
@@ -50,13 +50,12 @@ class TritonCompressedAttention(TorchCompressedAttention):
             self._page_size,
         )
 
-    def _best(self, layer: int, width: int, compression: Compression, index: IndexQueries) -> torch.Tensor:
+    def _best(self, layer: int, width: int, tokens: int, top: int, index: IndexQueries) -> torch.Tensor:
         """The entries that the indexer scores highest, int32 [T, top]. A query may not see the last ones."""
         contexts, keys = self._contexts, self._entries.rows(layer)[..., width:]
         context = contexts.page_table.shape[1] * keys.shape[1]
         q, weights = index.q.contiguous(), index.weights.contiguous()
-        seen = contexts.visible // compression.tokens
-        top = min(compression.top or 0, context)
+        seen = contexts.visible // tokens
         chosen = torch.empty(len(q), top, dtype=torch.int32, device=q.device)
         for block in query_blocks(len(q), context):
             scores = torch.empty(len(q[block]), context, dtype=torch.float32, device=q.device)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from engine.backends.closed_windows import ClosingTokens
+from engine.backends.closing_tokens import ClosingTokens
 from engine.backends.compressed_triton import check_entries
 from engine.backends.pick import BackendUnavailable
 from engine.batch import WindowPages
