@@ -78,7 +78,7 @@ def _family(config: Any) -> Family:
         why = _NOT_SERVED.get(str(model_type), "it is not in the table")
         raise UnsupportedModel(f"model_type {model_type!r} in config.json: {why}", supported)
     family = FAMILIES[model_type]
-    if architectures and family.architecture not in architectures:
+    if architectures and {family.architecture, family.published}.isdisjoint(architectures):
         raise UnsupportedModel(
             f"architectures is {architectures!r} in config.json, not {family.architecture}", supported
         )

@@ -17,6 +17,7 @@ EXPERTS = (
     "Dots1Experts",
     "Ernie4_5_MoeExperts",
     "ExaoneMoeExperts",
+    "FlexOlmoExperts",
     "Gemma4TextExperts",
     "Glm4MoeExperts",
     "Glm4MoeLiteExperts",
@@ -54,6 +55,7 @@ ROUTERS = (
     "Cohere2MoeTopKRouter",
     "DeepseekV4HashRouter",
     "DeepseekV4TopKRouter",
+    "FlexOlmoTopKRouter",
     "GptOssTopKRouter",
     "GraniteMoeHybridTopKRouter",
     "GraniteMoeSWATopKRouter",
@@ -93,6 +95,7 @@ NORMS = (
     "Exaone4RMSNorm",
     "ExaoneMoeRMSNorm",
     "FalconH1RMSNorm",
+    "FlexOlmoRMSNorm",
     "Gemma4RMSNorm",
     "Gemma4UnifiedRMSNorm",
     "Glm4MoeLiteRMSNorm",
@@ -108,6 +111,7 @@ NORMS = (
     "GraniteRMSNorm",
     "GraniteSWARMSNorm",
     "HYV3RMSNorm",
+    "HeliumRMSNorm",
     "HunYuanDenseV1RMSNorm",
     "HunYuanMoEV1RMSNorm",
     "HyperCLOVAXRMSNorm",
@@ -120,6 +124,7 @@ NORMS = (
     "Lfm3RMSNorm",
     "MellumRMSNorm",
     "MiMoV2FlashRMSNorm",
+    "MiniCPM3RMSNorm",
     "MiniMaxM2RMSNorm",
     "Ministral3RMSNorm",
     "MinistralRMSNorm",
@@ -141,6 +146,7 @@ NORMS_PLUS_ONE = (
     "Qwen3NextRMSNorm",
     "Qwen3_5MoeRMSNorm",
     "Qwen3_5RMSNorm",
+    "VaultGemmaRMSNorm",
 )
 """transformers' norms that multiply by their weight plus one."""
 
@@ -171,6 +177,7 @@ MLPS = (
     "GraniteMLP",
     "GraniteSWAMLP",
     "HYV3MLP",
+    "HeliumMLP",
     "HunYuanDenseV1MLP",
     "HunYuanMoEV1MLP",
     "HyperCLOVAXMLP",
@@ -180,6 +187,7 @@ MLPS = (
     "Llama4TextMLP",
     "MellumMLP",
     "MiMoV2FlashMLP",
+    "MiniCPM3MLP",
     "Ministral3MLP",
     "Mistral4MLP",
     "Olmo2MLP",
@@ -190,6 +198,7 @@ MLPS = (
     "Qwen3_5MoeMLP",
     "SmolLM3MLP",
     "SolarOpenMLP",
+    "VaultGemmaMLP",
     "YoutuMLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""

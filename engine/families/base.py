@@ -45,5 +45,6 @@ class Family:
     allows: frozenset[str] = frozenset()  # keys of the gate's table that this family does compute
     check: Callable[[Any], None] = no_further_check  # raises UnsupportedModel
     prepare: Callable[[nn.Module], None] = no_preparation  # replaces modules that cannot take a pack
+    published: str | None = None  # what config.json of checkpoints with code of their own calls the class
     shared: Callable[[Any], Mapping[int, int]] = nothing_shared
     """Layer without keys and values of its own -> the earlier layer whose it reads."""

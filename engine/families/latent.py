@@ -11,6 +11,7 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
+from engine.families.heads import divide_logits
 from engine.latent import (
     GatedSparseLatentAttention,
     LatentAttention,
@@ -144,6 +145,11 @@ def _prepare_v32(model: nn.Module) -> None:
     absorb(model, SparseLatentAttention, rotate_pairs, _rotate_v3_halves)
 
 
+def _prepare_minicpm(model: nn.Module) -> None:
+    absorb(model, LatentAttention, _rotate_v3_halves)
+    divide_logits(model)
+
+
 def _prepare_axk2(model: nn.Module) -> None:
     absorb(model, GatedSparseLatentAttention, rotate_pairs, _rotate_v3_halves)
 
@@ -173,6 +179,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_glm
+    ),
+    "minicpm3": Family(
+        "MiniCPM3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_minicpm
     ),
     "mistral4": Family(
         "Mistral4ForCausalLM", _groups, allows=_LATENT, check=_check_scaled, prepare=_prepare_scaled

@@ -89,6 +89,12 @@ def _all_alike(architecture: str) -> Family:
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 
+def _capped(architecture: str) -> Family:
+    """The same with soft-capped scores and logits."""
+    caps = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+    return replace(by_layer_type(architecture), allows=caps, prepare=cap_logits)
+
+
 def _mimo_groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
     """Layers with a window have twice as many heads. Values are narrower than keys (engine/row_widths.py)."""
     width = max(config.head_dim, config.v_head_dim)
@@ -101,11 +107,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _all_alike("MixtralForCausalLM"),
     "phi3": _all_alike("Phi3ForCausalLM"),
     "qwen2_moe": by_layer_type("Qwen2MoeForCausalLM"),
-    "gemma2": replace(
-        by_layer_type("Gemma2ForCausalLM"),
-        allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
-        prepare=cap_logits,
-    ),
+    "gemma2": _capped("Gemma2ForCausalLM"),
+    "vaultgemma": _capped("VaultGemmaForCausalLM"),
     "ministral": by_layer_type("MinistralForCausalLM"),
     "ministral3": _all_alike("Ministral3ForCausalLM"),
     "mistral": _all_alike("MistralForCausalLM"),

@@ -54,9 +54,11 @@ _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
     *("exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "llama", "mellum"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+    *("kolibri1", "llama", "mellum"),
     *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
+    "vaultgemma",
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
@@ -66,6 +68,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "deepseek_v4": _COMPRESSED,
+    "flex_olmo": _NORMS,
     "gemma4_text": _EXPERTS,
     "gemma4_unified_text": {},
     "glm": _JOINED,
@@ -78,6 +81,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "laguna": {"g_proj.weight": 0},
     "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
     "mimo_v2_flash": {**_SINKS, "self_attn.attention_sink_bias": 0},  # as published
+    "minicpm3": _DEEPSEEK,
     "minimax_m2": _NORMS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},

@@ -11,7 +11,7 @@ from engine.layer_classes import EXPERTS
 from engine.parallel.group import RankGroup
 
 _BY_INPUTS = ("o_proj", "o_b_proj", "down_proj", "c_proj", "fc2")
-_OF_ALL_HEADS = ("MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+_OF_ALL_HEADS = ("FlexOlmoRMSNorm", "MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 """transformers classes of norms that, as q_norm and k_norm, go over all heads at once."""
 
 

@@ -120,6 +120,17 @@ def test_a_feature_that_would_be_computed_wrongly_is_refused(config: PretrainedC
     assert refused.value.key == "model"
 
 
+@pytest.mark.parametrize(("name", "is_right"), [("InternLM3", True), ("Llama", True), ("Qwen2", False)])
+def test_a_class_may_have_the_name_that_checkpoints_with_code_give_it(name: str, is_right: bool) -> None:
+    config = SIMILAR["internlm3"]()
+    config.architectures = [f"{name}ForCausalLM"]
+    if is_right:
+        check_model(config)
+    else:
+        with pytest.raises(UnsupportedModel, match="not LlamaForCausalLM"):
+            check_model(config)
+
+
 def test_the_gate_stands_before_the_weights(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path)  # no weights at all
     with pytest.raises(UnsupportedModel, match="gpt2"):

@@ -159,7 +159,7 @@ def _qwen2_moe(draw: ShapeDraw) -> Keys:
     }
 
 
-def _gemma2(draw: ShapeDraw) -> Keys:
+def gemma2(draw: ShapeDraw) -> Keys:
     return {
         "query_pre_attn_scalar": draw.rng.choice([8, 24, 64]),
         "attn_logit_softcapping": draw.rng.choice([None, 2.0, 50.0]),
@@ -437,7 +437,7 @@ SHAPES = {
     "mixtral": _mixtral,
     "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,
-    "gemma2": _gemma2,
+    "gemma2": gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": gemma4,
     "gpt_oss": _gpt_oss,

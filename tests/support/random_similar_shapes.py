@@ -8,6 +8,7 @@ from tests.support.random_shapes import (
     deepseek,
     deepseek_v3,
     deepseek_v32,
+    gemma2,
     gemma4,
     lfm2,
     of_kinds,
@@ -30,6 +31,46 @@ def _derived(draw: ShapeDraw) -> Keys:
     return {
         "hidden_size": draw.heads * draw.head_dim,
         "attention_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _flex_olmo(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_experts")
+    experts["intermediate_size"] = experts.pop("moe_intermediate_size")
+    return {**_derived(draw), **experts, "norm_topk_prob": draw.flag()}
+
+
+def _helium(draw: ShapeDraw) -> Keys:
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "rope_parameters": draw.rope(),
+    }
+
+
+def _internlm3(draw: ShapeDraw) -> Keys:
+    """One setting for all biases."""
+    biases = draw.flag()
+    return {"attention_bias": biases, "mlp_bias": biases, "rope_parameters": draw.rope()}
+
+
+def _iquestcoder(draw: ShapeDraw) -> Keys:
+    return {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.rope()}
+
+
+def _minicpm3(draw: ShapeDraw) -> Keys:
+    latents = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    keys = deepseek(draw)
+    return {
+        **{key: keys[key] for key in latents},
+        "num_key_value_heads": draw.heads,
+        "scale_emb": draw.rng.choice([1, 12]),
+        "scale_depth": draw.rng.choice([None, 1.4]),
+        "dim_model_base": draw.rng.choice([None, 8, 256]),
+        "attention_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
         "rope_parameters": draw.rope(),
     }
 
@@ -474,6 +515,12 @@ SIMILAR_SHAPES = {
     "arcee": _arcee,
     "axk1": _axk1,
     "axk2": _axk2,
+    "flex_olmo": _flex_olmo,
+    "helium": _helium,
+    "internlm3": _internlm3,
+    "iquestcoder": _iquestcoder,
+    "minicpm3": _minicpm3,
+    "vaultgemma": gemma2,
     "cohere": _cohere,
     "cohere2": _cohere2,
     "cwm": _cwm,
