@@ -226,6 +226,22 @@ def _delta_net(**more: Any) -> dict[str, Any]:
     }
 
 
+_LATENTS_AND_STATES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "layer_types": _LINEAR,
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+}
+
 MIXED: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v2": lambda: DeepseekV2Config(
         **_deepseek(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0)
@@ -351,34 +367,13 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "kimi_linear": lambda: KimiLinearConfig(
-        **{**_without("head_dim"), "num_hidden_layers": 4, "num_key_value_heads": 4},
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        n_group=4,
-        topk_group=2,
+        **_without("head_dim", "num_hidden_layers", "num_key_value_heads"),
+        **_LATENTS_AND_STATES,
         linear_head_dim=16,
         linear_num_heads=4,
-        layer_types=_LINEAR,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
     ),
     "bailing_hybrid": lambda: BailingHybridConfig(
-        **{**COMMON, "num_hidden_layers": 4, "num_key_value_heads": 4},
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        n_group=4,
-        topk_group=2,
-        layer_types=_LINEAR,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        **_without("num_hidden_layers", "num_key_value_heads"), **_LATENTS_AND_STATES
     ),
     "deepseek_v4": lambda: DeepseekV4Config(
         **{**COMMON, "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 32},
