@@ -55,6 +55,7 @@ class LatentAttention(nn.Module):
         self._nope_dim: int = attention.qk_nope_head_dim
         self._rank: int = attention.kv_lora_rank
         self._rotate = rotate
+        self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)  # [heads]
         self.q_proj = getattr(attention, "q_proj", None)  # None if queries are projected through a low rank
         self.q_a_proj = getattr(attention, "q_a_proj", None)
         self.q_a_layernorm = getattr(attention, "q_a_layernorm", None)
@@ -93,7 +94,7 @@ class LatentAttention(nn.Module):
         q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         backend, place = paged.latent_of_layer[self.layer_idx]
-        backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out)
+        backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out, self.sinks)
         values = torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)  # [T, heads, v_dim]
         if gates is not None:
             values = (values * gates).to(values.dtype)
@@ -161,8 +162,10 @@ class Indexer(nn.Module):
     no product of them, and nothing is rounded here.
     """
 
-    def __init__(self, indexer: Any, rotate: Rotate) -> None:
+    def __init__(self, indexer: Any, rotate: Rotate, rotates_first: bool = True) -> None:
+        """`rotates_first`: the first values of a head are rotated, not the last."""
         super().__init__()
+        self._rotates_first = rotates_first
         self.wq_b = indexer.wq_b
         self.wk = indexer.wk
         self.k_norm = indexer.k_norm
@@ -178,11 +181,16 @@ class Indexer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any) -> IndexInputs:
         """hidden_states [1, T, hidden]; compressed [1, T, q_lora_rank], as the queries have it."""
         q = self.wq_b(compressed).unflatten(-1, (self._heads, self._dim)).transpose(1, 2)
-        k = self.k_norm(self.wk(hidden_states))[:, None]  # [1, 1, T, dim]
-        others = self._dim - self._rope_dim
-        (q_rope, q_rest), (k_rope, k_rest) = (x.split((self._rope_dim, others), dim=-1) for x in (q, k))
-        q_rope, k_rope = self._rotate(q_rope, k_rope, angles)
-        q, k = torch.cat((q_rope, q_rest), dim=-1), torch.cat((k_rope, k_rest), dim=-1)
+        normed = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype))  # may be in float32
+        k = normed.to(hidden_states.dtype)[:, None]  # [1, 1, T, dim]
+        if self._rotates_first:
+            q_rope, k_rope = self._rotate(q[..., : self._rope_dim], k[..., : self._rope_dim], angles)
+            q = torch.cat((q_rope, q[..., self._rope_dim :]), dim=-1)
+            k = torch.cat((k_rope, k[..., self._rope_dim :]), dim=-1)
+        else:
+            q_rope, k_rope = self._rotate(q[..., -self._rope_dim :], k[..., -self._rope_dim :], angles)
+            q = torch.cat((q[..., : -self._rope_dim], q_rope), dim=-1)
+            k = torch.cat((k[..., : -self._rope_dim], k_rope), dim=-1)
         weights = self.weights_proj(hidden_states.to(self._weights_dtype)).float() * self._scale
         return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
 
@@ -190,10 +198,16 @@ class Indexer(nn.Module):
 class SparseLatentAttention(LatentAttention):
     """Replaces attention whose layers have an indexer, or go on with what an earlier layer's has chosen."""
 
+    _index_rotates_first = True
+
     def __init__(self, attention: Any, rotate: Rotate, rotate_index: Rotate) -> None:
         super().__init__(attention, rotate)
         self.top_tokens: int = attention.config.index_topk
-        self.indexer = None if attention.indexer is None else Indexer(attention.indexer, rotate_index)
+        self.indexer = (
+            None
+            if attention.indexer is None
+            else Indexer(attention.indexer, rotate_index, self._index_rotates_first)
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
@@ -240,3 +254,22 @@ class SharingLatentAttention(SparseLatentAttention):
         self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
         return *super().forward(hidden_states, paged, position_embeddings), None
+
+
+class HunyuanLatentAttention(SparseLatentAttention):
+    """Of Hunyuan 4, which hands a choice from layer to layer as GLM does. Its heads have sinks and gates."""
+
+    _index_rotates_first = False
+
+    def __init__(self, attention: Any, rotate: Rotate, rotate_index: Rotate) -> None:
+        super().__init__(attention, rotate, rotate_index)
+        self.gate_proj = attention.gate_proj
+
+    def forward(
+        self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        compressed = self._compressed(hidden_states)
+        self._select(hidden_states, compressed, position_embeddings, paged)
+        gates = torch.sigmoid(self.gate_proj(hidden_states)[0]).view(len(compressed[0]), len(self.w_uk), -1)
+        queries = self._queries(compressed)
+        return self._attend(hidden_states, queries, position_embeddings, paged, gates), None, None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from torch.nn import functional
+
 CLAMPED = "GptOssExperts"
 """Its gates and ups alternate, have biases and are clamped."""
 EXPERTS = (
@@ -27,6 +31,7 @@ EXPERTS = (
     "GraniteMoeSWAExperts",
     "GraniteMoeSharedExperts",
     "HYV3Experts",
+    "HYV4Experts",
     "HunYuanMoEV1Experts",
     "KimiLinearExperts",
     "Kolibri1Experts",
@@ -47,9 +52,9 @@ EXPERTS = (
     "SolarOpenExperts",
     CLAMPED,
 )
-"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's have a
-`limit`: gates are at most that, and ups within it. Llama 4's become ours (engine/llama4.py: Llama4Experts)
-after they are divided among ranks."""
+"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's and
+Hunyuan 4's have a limit: gates are at most that, and ups within it. Llama 4's become ours
+(engine/llama4.py: Llama4Experts) after they are divided among ranks."""
 
 ROUTERS = (
     "Cohere2MoeTopKRouter",
@@ -111,6 +116,7 @@ NORMS = (
     "GraniteRMSNorm",
     "GraniteSWARMSNorm",
     "HYV3RMSNorm",
+    "HYV4RMSNorm",
     "HeliumRMSNorm",
     "HunYuanDenseV1RMSNorm",
     "HunYuanMoEV1RMSNorm",
@@ -177,6 +183,7 @@ MLPS = (
     "GraniteMLP",
     "GraniteSWAMLP",
     "HYV3MLP",
+    "HYV4MLP",
     "HeliumMLP",
     "HunYuanDenseV1MLP",
     "HunYuanMoEV1MLP",
@@ -202,3 +209,14 @@ MLPS = (
     "YoutuMLP",
 )
 """transformers' modules down(act(gate(x)) * up(x)) without biases."""
+
+
+def limit_of(experts: object) -> float:
+    """Of a mixture's gates and ups; infinity: there is none."""
+    limit: float = getattr(experts, "limit", getattr(experts, "swiglu_limit", math.inf))
+    return limit
+
+
+def activation_of(experts: object) -> object:
+    """Of a mixture's gates. A class that names none has SiLU."""
+    return getattr(experts, "act_fn", functional.silu)

@@ -99,6 +99,7 @@ class LatentBackend(Protocol):
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Write the new tokens' rows to the batch's out_slots, THEN attend over each sequence's pages.
 
@@ -106,7 +107,8 @@ class LatentBackend(Protocol):
         heads, rope_dim]. latent_new: [T, kv_lora_rank]. rope_new: [T, rope_dim]. The last dimension of these
         is contiguous; the others have the model's strides. out: [T, heads, kv_lora_rank], contiguous, filled
         in place with the weighted sums of latents. Query i of a sequence sees its context up to and including
-        itself, or what select() chose of that.
+        itself, or what select() chose of that. sinks: float32 [heads] logits that join each softmax and
+        carry no value.
         """
         ...
 

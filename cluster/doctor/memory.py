@@ -141,14 +141,19 @@ class _Served(NamedTuple):
         form = self._format_of(name, dtype)
         if form is None:
             return stored // _FLOAT_BYTES[dtype] * itemsize if dtype in _FLOAT_BYTES else stored
-        if self.keeps and dtype != "I8" and (form.bits, dtype) != (8, "I32"):
+        is_pairs = dtype == form.pairs
+        if self.keeps and (is_pairs or dtype != "I8") and (form.bits, dtype) != (8, "I32"):
             return stored
-        return stored * 8 // form.bits * itemsize if name.endswith(form.numbers) else 0
+        bits = 4 if is_pairs else form.bits
+        return stored * 8 // bits * itemsize if name.endswith(form.numbers) else 0
 
     def _format_of(self, name: str, dtype: str) -> Format | None:
         """None unless it is a part of a quantised weight. `.weight` may also be a whole weight, of floats."""
         form = self.form
-        if form is None or not name.endswith((*form.parts, *form.optional)):
+        if form is None:
+            return None
+        others = (other for other, _ in form.renamed)
+        if not name.endswith((*form.parts, *form.optional, *others)):
             return None
         return None if name.endswith(form.numbers) and dtype in _FLOAT_BYTES else form
 

@@ -27,11 +27,15 @@ def build_latent(
     If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by name,
     ConfigError is raised.
     """
-    [(heads, scale, top)] = {(layer.query_heads, layer.scale, layer.top_tokens) for layer in attention}
-    return _whole(config, pool, heads, scale) if top is None else _sparse(config, pool, heads, scale, top)
+    [(heads, scale, top, sinks)] = {
+        (layer.query_heads, layer.scale, layer.top_tokens, layer.sinks) for layer in attention
+    }
+    if top is None:
+        return _whole(config, pool, heads, scale, sinks)
+    return _sparse(config, pool, heads, scale, top, sinks)
 
 
-def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float) -> LatentBackend:
+def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, sinks: bool) -> LatentBackend:
     """Of attention to whole contexts."""
 
     def cpu() -> LatentBackend:
@@ -41,12 +45,14 @@ def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float) -> 
 
     def flashinfer() -> LatentBackend:
         check_latents(pool, heads)
-        return FlashInferLatentAttention(pool, heads, scale)
+        return FlashInferLatentAttention(pool, heads, scale, has_sinks=sinks)
 
     return pick(config, lambda: TorchLatentAttention(pool, heads, scale), cpu, flashinfer)
 
 
-def _sparse(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, top: int) -> LatentBackend:
+def _sparse(
+    config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, top: int, sinks: bool
+) -> LatentBackend:
     """Of attention to `top` tokens of each context."""
 
     def cpu() -> LatentBackend:
@@ -57,6 +63,6 @@ def _sparse(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, to
     def flashinfer() -> LatentBackend:
         check_latents(pool, heads)
         check_index(pool)
-        return FlashInferSparseAttention(pool, heads, scale, top)
+        return FlashInferSparseAttention(pool, heads, scale, top, has_sinks=sinks)
 
     return pick(config, lambda: TorchSparseAttention(pool, heads, scale, top), cpu, flashinfer)

@@ -23,13 +23,15 @@ class FlashInferLatentAttention:
         scale: float,
         workspace: torch.Tensor | None = None,
         buffers: FixedIndices | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """As LatentWrapper."""
+        self._has_sinks = has_sinks
         self._pool = pool
         self._heads = heads
         self._scale = scale
         self._device = pool.data.device
-        self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers)
+        self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers, has_sinks)
         self._slots = NewSlots(
             pool.page_size, self._device, None if buffers is None else len(buffers.lengths)
         )
@@ -38,7 +40,7 @@ class FlashInferLatentAttention:
         """This backend for recorded decode steps, as in FlashInferAttention."""
         buffers = FixedIndices.allocate(sequences, context_pages, self._device)
         return FlashInferLatentAttention(
-            self._pool, self._heads, self._scale, self._wrapper.workspace, buffers
+            self._pool, self._heads, self._scale, self._wrapper.workspace, buffers, self._has_sinks
         )
 
     def check_step(self, tokens: int, sequences: int) -> None:
@@ -59,6 +61,7 @@ class FlashInferLatentAttention:
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self._pool.write(place, self._slots.pages, self._slots.offsets, latent_new, rope_new)
-        self._wrapper.run(q_latent, q_rope, self._pool.data[:, place], out)
+        self._wrapper.run(q_latent, q_rope, self._pool.data[:, place], out, sinks)

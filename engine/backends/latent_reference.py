@@ -50,6 +50,7 @@ class TorchLatentAttention:
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         layer = self._pool.spec.layer_ids[place]
         self._pool.set_mla_kv_buffer(layer, self._slots, latent_new, rope_new)
@@ -60,7 +61,7 @@ class TorchLatentAttention:
             for block in query_blocks(len(new), queries.shape[1] * len(rows)):
                 seen = len(rows) - len(new) + block.stop  # context tokens that the block's last token sees
                 hidden = self._hidden(start, block, seen)
-                attended[block] = _attend(new[block], rows[:seen], out.shape[-1], hidden)
+                attended[block] = _attend(new[block], rows[:seen], out.shape[-1], hidden, sinks)
 
     def _hidden(self, start: int, block: slice, seen: int) -> torch.Tensor:
         """Which of the first `seen` tokens of a context the new tokens in `block` do not see, the last of
@@ -79,9 +80,14 @@ def later(queries: int, context: int, device: torch.device) -> torch.Tensor:
     return torch.ones(queries, context, dtype=torch.bool, device=device).triu(1 + context - queries)
 
 
-def _attend(queries: torch.Tensor, rows: torch.Tensor, rank: int, hidden: torch.Tensor) -> torch.Tensor:
-    """queries [n, heads, row] of the last n tokens of a context, rows [context, row], hidden [n, context] ->
-    [n, heads, rank]."""
+def _attend(
+    queries: torch.Tensor, rows: torch.Tensor, rank: int, hidden: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """queries [n, heads, row] of the last n tokens of a context, rows [context, row], hidden [n, context],
+    sinks [heads] -> [n, heads, rank]."""
     scores = queries @ rows.T  # [n, heads, context]
     scores.masked_fill_(hidden[:, None], -torch.inf)
-    return scores.softmax(-1) @ rows[:, :rank]
+    if sinks is None:
+        return scores.softmax(-1) @ rows[:, :rank]
+    column = sinks.float()[:, None].expand(len(queries), -1, 1)
+    return torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:] @ rows[:, :rank]

@@ -27,14 +27,17 @@ class LatentWrapper:
         scale: float,
         workspace: torch.Tensor | None = None,
         buffers: FixedIndices | None = None,
+        has_sinks: bool = False,
     ) -> None:
-        """`workspace` and `buffers` are as in FlashInferAttention. Raises ImportError if FlashInfer is not
-        installed, or has no metadata of plans (before 0.7.2)."""
+        """`workspace` and `buffers` are as in FlashInferAttention. With `has_sinks` the kernel, which has
+        none, returns the logarithms of its sums, too, and run() scales the results with them. Raises
+        ImportError if FlashInfer is not installed, or has no metadata of plans (before 0.7.2)."""
         from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
         self._spec = pool.spec
         self._heads = heads
         self._scale = scale
+        self._has_sinks = has_sinks
         self._dtype = pool.data.dtype
         self._device = pool.data.device
         if workspace is None:
@@ -76,16 +79,29 @@ class LatentWrapper:
                 sm_scale=self._scale,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
+                lse_mode="basee" if self._has_sinks else "none",
             )
 
     def run(
-        self, q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         """q_latent [T, heads, kv_lora_rank], q_rope [T, heads, rope_dim], rows [pages, page size, row_dim] of
         one layer, `out` as q_latent."""
+        assert self._has_sinks == (sinks is not None)
         rank, end = self._spec.kv_lora_rank, self._spec.key_dim
+        query = q_latent.contiguous(), q_rope.contiguous()
+        cache = rows[..., :rank], rows[..., rank:end]
+        if sinks is None:
+            self._wrapper.run(query=query, kv_cache=cache, out=out)
+            return
+        sums = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         self._wrapper.run(
-            query=(q_latent.contiguous(), q_rope.contiguous()),
-            kv_cache=(rows[..., :rank], rows[..., rank:end]),
-            out=out,
+            query=query, kv_cache=cache, out=out, lse=sums, return_lse=True, return_lse_base_on_e=True
         )
+        # s / (s + e^sink), where s is the sum of e^score
+        out.mul_(torch.sigmoid(sums - sinks.float())[..., None])

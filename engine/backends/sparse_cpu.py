@@ -59,10 +59,11 @@ class CpuSparseAttention(TorchSparseAttention):
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         # A page of one token has one layer: the rows of this one are so many pages behind those of the first.
         first = place * self._pool.page_size
-        self._of_rows.forward(first, q_latent, q_rope, latent_new, rope_new, out)
+        self._of_rows.forward(first, q_latent, q_rope, latent_new, rope_new, out, sinks)
 
     def _rows_of(self, slots: np.ndarray) -> np.ndarray:
         pages, offsets = np.divmod(slots, self._pool.page_size)

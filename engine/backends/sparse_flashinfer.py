@@ -33,17 +33,19 @@ class FlashInferSparseAttention:
         top: int,
         workspace: torch.Tensor | None = None,
         fixed: tuple[int, int] | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """`fixed` is as in QueryContexts, the rest as in LatentWrapper."""
         self._pool = pool
         self._heads = heads
         self._scale = scale
         self._top = top
+        self._has_sinks = has_sinks
         self._device = pool.data.device
         self._contexts = QueryContexts(self._device, fixed)
         self._slots = NewSlots(pool.page_size, self._device, None if fixed is None else fixed[0])
         buffers = None if fixed is None else FixedIndices.allocate(fixed[0], top, self._device)
-        self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers)
+        self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers, has_sinks)
         # Of the rows that each query attends to, [T * top], in the first layer of their pages.
         nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._rows = nothing if buffers is None else buffers.pages
@@ -57,6 +59,7 @@ class FlashInferSparseAttention:
             self._top,
             self._wrapper.workspace,
             (sequences, context_pages),
+            self._has_sinks,
         )
 
     def check_step(self, tokens: int, sequences: int) -> None:
@@ -98,7 +101,8 @@ class FlashInferSparseAttention:
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self._pool.write(place, self._slots.pages, self._slots.offsets, latent_new, rope_new)
         rows = self._pool.data.view(-1, 1, self._pool.spec.row_dim)[place * self._pool.page_size :]
-        self._wrapper.run(q_latent, q_rope, rows, out)
+        self._wrapper.run(q_latent, q_rope, rows, out, sinks)

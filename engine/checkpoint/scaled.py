@@ -100,7 +100,7 @@ def fp8_format(block: Block | None, has_fp4: bool) -> Format:
     if not has_fp4:
         return replace(form, renamed=((".scale", scale),))
     read = partial(_read_either, scale=scale, block=block)
-    return replace(form, renamed=((".scale", scale),), read=read)
+    return replace(form, renamed=((".scale", scale),), read=read, pairs="I8")
 
 
 def _read_either(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.activations import GELUTanh, SiLUActivation
 
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.layer_classes import CLAMPED
+from engine.layer_classes import CLAMPED, activation_of, limit_of
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 
@@ -25,8 +26,12 @@ def fusible(experts: Any) -> bool:
         packable(gate_up[0])
         and packable(down[0])
         and down.shape[1] % GROUP == 0
-        and (type(experts).__name__ == CLAMPED or isinstance(experts.act_fn, _ACTIVATIONS))
+        and (type(experts).__name__ == CLAMPED or _is_computed(activation_of(experts)))
     )
+
+
+def _is_computed(activation: object) -> bool:
+    return activation is functional.silu or isinstance(activation, _ACTIVATIONS)
 
 
 class ExpertsCall(ctypes.Structure):
@@ -113,9 +118,9 @@ def _activation(experts: Any) -> tuple[float, float, float, float]:
     """The numbers of a module's activation function in ExpertsCall: sharpness, cubic, offset, limit."""
     if type(experts).__name__ == CLAMPED:
         return experts.alpha, 0.0, 1.0, experts.limit
-    if isinstance(experts.act_fn, GELUTanh):
+    if isinstance(activation_of(experts), GELUTanh):
         return 2 * math.sqrt(2 / math.pi), 0.044715, 0.0, math.inf
-    return 1.0, 0.0, 0.0, getattr(experts, "limit", math.inf)
+    return 1.0, 0.0, 0.0, limit_of(experts)
 
 
 def _halves(gate_up: torch.Tensor, alternate: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,8 @@ Attend kernel() {
   return mla_base;
 }
 
-// out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order.
-void merge_parts(const float* parts, int64_t count, int64_t stride, int rank, float* out) {
+// out = sum_i sums_i * e^(top_i - top) / (sum_i sum_i * e^(top_i - top) + e^(sink - top)), parts in context order.
+void merge_parts(const float* parts, int64_t count, int64_t stride, int rank, float sink, float* out) {
   float top = -1e30f, sum = 0;
   for (int64_t i = 0; i < count; ++i) top = std::max(top, parts[i * stride + rank]);
   std::fill(out, out + rank, 0.0f);
@@ -29,6 +29,7 @@ void merge_parts(const float* parts, int64_t count, int64_t stride, int rank, fl
     sum += weight * part[rank + 1];
     for (int d = 0; d < rank; ++d) out[d] += weight * part[d];
   }
+  sum += std::exp(sink - top);
   for (int d = 0; d < rank; ++d) out[d] /= sum;
 }
 
@@ -84,7 +85,7 @@ void Plan::merge(Team& team, const Call& call) const {
   for (int64_t i = first; i < last; ++i) {
     const Partials& p = partials_[i / call.heads];
     const int head = static_cast<int>(i % call.heads);
-    merge_parts(sums_.data() + p.sums + head * row, p.count, part, call.rank, result);
+    merge_parts(sums_.data() + p.sums + head * row, p.count, part, call.rank, sink_of(call, head), result);
     write_out(call, call.starts[p.seq], head, result);
   }
 }

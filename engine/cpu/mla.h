@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "attention.h"
@@ -18,6 +19,7 @@ struct Call {
   const void* rope_new;    // [T, rope_dim]
   void* out;               // [T, heads, rank]: weighted sums of latents
   void* rows;              // this layer's row of page 0, offset 0
+  const float* sinks;      // [heads] logits that join each softmax and carry no value; null: there are none
   const int32_t* page_table;  // [seqs, table_stride]
   const int64_t* starts;      // [seqs + 1] sequence s's new tokens are packed at [starts[s], starts[s + 1])
   const int32_t* seq_lens;    // [seqs] context length, new tokens included
@@ -57,6 +59,11 @@ struct Item {
   int32_t from, to;
   float* partial;
 };
+
+// The sink of a head; where there are none, the logit that no softmax notices.
+inline float sink_of(const Call& call, int head) {
+  return call.sinks == nullptr ? -std::numeric_limits<float>::infinity() : call.sinks[head];
+}
 
 using Attend = void (*)(const Call& call, const Item& item);
 extern const Attend mla_base;  // any CPU the compiler targets by default

@@ -24,7 +24,7 @@ class MlaCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q_latent", "q_rope", "latent_new", "rope_new")),
-        *((name, ctypes.c_void_p) for name in ("out", "rows")),
+        *((name, ctypes.c_void_p) for name in ("out", "rows", "sinks")),
         *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots")),
         *((name, ctypes.c_int64) for name in ("table_stride", "page_bytes", "row_bytes")),
         *((name, ctypes.c_int64) for name in ("q_latent_token", "q_latent_head")),
@@ -93,6 +93,7 @@ class CpuLatentAttention:
         latent_new: torch.Tensor,
         rope_new: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         assert {x.dtype for x in (q_latent, q_rope, latent_new, rope_new, out)} == {self._dtype}
         assert all(x.stride(-1) == 1 for x in (q_latent, q_rope, latent_new, rope_new))
@@ -103,5 +104,7 @@ class CpuLatentAttention:
         call.latent_new, call.latent_token = latent_new.data_ptr(), latent_new.stride(0)
         call.rope_new, call.rope_token = rope_new.data_ptr(), rope_new.stride(0)
         call.out, call.out_token = out.data_ptr(), out.stride(0)
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+        call.sinks = None if sinks is None else sinks.data_ptr()
         call.rows = self._pool.data_ptr() + place * self._layer_bytes
         self._run(ctypes.byref(call))

@@ -1,6 +1,7 @@
 // One work item of latent attention, compiled once per instruction set (BATON_KERNELS names the function it defines).
 // Products are blocked by hand, with the compiler's vector type, which exists on every target.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "mla.h"
@@ -166,9 +167,10 @@ void finish(Block& b, const Call& call, const Item& item) {
       partial[call.rank + 1] = b.sum[r];
       continue;
     }
-    const float share = 1.0f / b.sum[r];
+    const int head = item.head + r % item.heads;
+    const float share = 1.0f / (b.sum[r] + std::exp(sink_of(call, head) - b.top[r]));
     for (int d = 0; d < b.rank; d += kLanes) at(acc + d) *= share;
-    write_out(call, call.starts[item.seq] + item.first + r / item.heads, item.head + r % item.heads, acc);
+    write_out(call, call.starts[item.seq] + item.first + r / item.heads, head, acc);
   }
 }
 

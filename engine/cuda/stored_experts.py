@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
 from engine.cuda.tiles import tile_rows
-from engine.layer_classes import CLAMPED, EXPERTS
+from engine.layer_classes import CLAMPED, EXPERTS, activation_of, limit_of
 
 
 class StoredExperts(nn.Module):
@@ -32,13 +32,13 @@ class StoredExperts(nn.Module):
         super().__init__()
         self._gate_up, self._down = gate_up, down
         self._count = len(experts.gate_up_proj)
-        self._limit: float = getattr(experts, "limit", math.inf)
+        self._limit: float = limit_of(experts)
         self._clamped = type(experts).__name__ == CLAMPED
         if self._clamped:
             self._alpha = experts.alpha
             self.gate_up_bias, self.down_bias = experts.gate_up_proj_bias, experts.down_proj_bias
         else:
-            self._act = experts.act_fn
+            self._act: Any = activation_of(experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

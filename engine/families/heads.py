@@ -36,6 +36,26 @@ class ScaledHead(nn.Module):
         return logits
 
 
+class WideHead(nn.Module):
+    """A projection onto the vocabulary in a dtype of its own."""
+
+    def __init__(self, head: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head = head
+        self._dtype = dtype
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: torch.Tensor = self.head(hidden.to(self._dtype))
+        return logits
+
+
+def widen_inputs(model: Any) -> None:
+    """To the dtype of the projection, which transformers keeps in float32."""
+    [dtype] = {parameter.dtype for parameter in model.lm_head.parameters()}
+    model.lm_head = WideHead(model.lm_head, dtype)
+
+
 def cap_logits(model: Any) -> None:
     """As `final_logit_softcapping` of the model's config says."""
     if model.config.final_logit_softcapping is not None:

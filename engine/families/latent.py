@@ -11,9 +11,10 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.heads import divide_logits
+from engine.families.heads import divide_logits, widen_inputs
 from engine.latent import (
     GatedSparseLatentAttention,
+    HunyuanLatentAttention,
     LatentAttention,
     Rotate,
     ScaledLatentAttention,
@@ -150,6 +151,11 @@ def _prepare_minicpm(model: nn.Module) -> None:
     divide_logits(model)
 
 
+def _prepare_hunyuan(model: nn.Module) -> None:
+    absorb(model, HunyuanLatentAttention, _rotate_v3_halves, _rotate_v3_halves)
+    widen_inputs(model)
+
+
 def _prepare_axk2(model: nn.Module) -> None:
     absorb(model, GatedSparseLatentAttention, rotate_pairs, _rotate_v3_halves)
 
@@ -180,6 +186,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_glm
     ),
+    "hy_v4": Family("HYV4ForCausalLM", _sparse_groups, _INDEXED, _SPARSE, _check_sparse, _prepare_hunyuan),
     "minicpm3": Family(
         "MiniCPM3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_minicpm
     ),

@@ -48,6 +48,7 @@ _GPT_OSS: Dimensions = {  # gates and ups alternate
     "experts.down_proj_bias": _ONCE,
 }
 _EXPERTS: Dimensions = {"experts.gate_up_proj": 1, "experts.down_proj": 2}  # of all experts
+_HUNYUAN: Dimensions = {"linear_gate.weight": 0, "self_attn.learnable_sink_param": 0}  # as published
 _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
@@ -78,6 +79,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "gpt_oss": _GPT_OSS,
     "granite_swa": _SINKS,
     "granitemoe_swa": {**_SINKS, **_EXPERTS},
+    "hy_v4": {**_DEEPSEEK, **_SINKS, **_EXPERTS, **_HUNYUAN},
     "laguna": {"g_proj.weight": 0},
     "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
     "mimo_v2_flash": {**_SINKS, "self_attn.attention_sink_bias": 0},  # as published
@@ -132,6 +134,7 @@ _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
     "glm": _gate_up,
     "glm4": _gate_up,
     "granitemoe_swa": _wide_experts,
+    "hy_v4": _experts,
     "llama4_text": _wide_experts,
     "mistral4": _experts,
     "phi3": _qkv_and_gate_up,

@@ -23,7 +23,7 @@ from cluster.doctor.preflight import Listeners, connect
 from common.errors import ConfigError
 from tests.support.image_models import written
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
-from tests.support.quantised_checkpoints import FORMATS, write
+from tests.support.quantised_checkpoints import FORMATS, published_v4, write
 from tests.support.tiny_models import make_tiny
 from wire.options import PortOptions
 from worker.options import WorkerOptions
@@ -250,7 +250,8 @@ def weights_of(path: Path, **options: Any) -> int:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Of a format: a quantised model, and the same in float32."""
     directory = tmp_path_factory.mktemp("quantised")
-    return lambda form: write("gpt_oss" if form == "mxfp4" else "qwen3", directory, 0, form)
+    of_one_family = {"mxfp4": "gpt_oss", "fp8_fp4": "deepseek_v4"}
+    return lambda form: write(of_one_family.get(form, "qwen3"), directory, 0, form)
 
 
 def test_a_model_that_cannot_be_divided_as_it_should_be(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_weights_that_a_kernel_multiplies_as_they_are_stored_are_as_large_as_the
         assert widened <= found < 1.05 * widened, "what their scales take is not much"
         return
     tensors = [one for path in stored.glob("*.safetensors") for one in load_file(path).items()]
-    whole = load_file(exact / "model.safetensors")
+    whole = {name for each in load_file(exact / "model.safetensors") for name in (each, published_v4(each))}
     plain = [one for name, one in tensors if name in whole and one.is_floating_point() and one.itemsize > 1]
     assert found == sum(one.nbytes for _, one in tensors) - sum(one.nbytes - 2 * one.numel() for one in plain)
 

@@ -29,7 +29,7 @@ from tests.support.reference import draw_model
 from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_configs import MIXED, SIMILAR
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
 PAGE, TOKENS, TOP = 16, 24, 24
 _random = random.Random(5)
 PROMPT = [_random.randrange(256) for _ in range(70)]

@@ -202,7 +202,10 @@ class StandInLatent(_StandIn):
     def run(self, *args: Any, **kwargs: Any) -> None:
         given, plan = self._bind("run", args, kwargs), self.planned
         assert plan is not None, "run() before plan()"
-        assert given.keys() == {"query", "kv_cache", "out"}, "FlashInfer warns of tensors one by one"
+        has_sums = plan["lse_mode"] == "basee"
+        sums = {"lse", "return_lse", "return_lse_base_on_e"} if has_sums else set()
+        assert given.keys() == {"query", "kv_cache", "out", *sums}, "FlashInfer warns of tensors one by one"
+        assert all(given[name] for name in sums - {"lse"})
         out = given["out"]
         (q, q_rope), (ckv, kpe) = given["query"], given["kv_cache"]
         assert q.is_contiguous()
@@ -214,6 +217,8 @@ class StandInLatent(_StandIn):
         assert {t.dtype for t in (ckv, kpe)} == {plan["kv_data_type"]}
         if isinstance(q, FakeTensor):
             _touch(out, q, q_rope, ckv, kpe, *self.read.values())
+            if has_sums:
+                _touch(given["lse"], q)
             return
         q_starts, kv_starts, pages, lengths = self._lists()
         for i, length in enumerate(lengths):
@@ -224,6 +229,8 @@ class StandInLatent(_StandIn):
                 seen = length - end + token + 1
                 scores = q[token] @ latents[:seen].T + q_rope[token] @ ropes[:seen].T
                 out[token] = (scores * plan["sm_scale"]).softmax(-1) @ latents[:seen]
+                if has_sums:
+                    given["lse"][token] = (scores * plan["sm_scale"]).logsumexp(-1)
 
 
 def _bound(name: str, args: tuple[Any, ...], kwargs: Bound) -> Bound:
@@ -353,9 +360,9 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
         if group.kind == "latent":
             heads, scale, top = first.query_heads, first.scale, first.top_tokens
             built["latent"] = (
-                FlashInferLatentAttention(pool, heads, scale)
+                FlashInferLatentAttention(pool, heads, scale, has_sinks=first.sinks)
                 if top is None
-                else FlashInferSparseAttention(pool, heads, scale, top)
+                else FlashInferSparseAttention(pool, heads, scale, top, has_sinks=first.sinks)
             )
         else:
             sinks = any(layer.sinks for layer in facts)

@@ -15,7 +15,7 @@ EVERY_SHAPE = {**SHAPES, **SIMILAR_SHAPES}
 
 _WITHOUT_HEAD_DIM = (
     *("apertus", "axk1", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe"),
-    *("flex_olmo", "minicpm3"),
+    *("flex_olmo", "hy_v4", "minicpm3"),
     *("falcon_h1", "glm4_moe_lite", "glm_moe_dsa", "granite", "granite_swa", "granitemoe"),
     *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "lfm2", "lfm2_moe", "mistral4", "nanochat"),
     *("olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),

@@ -56,6 +56,18 @@ def _internlm3(draw: ShapeDraw) -> Keys:
     return {"attention_bias": biases, "mlp_bias": biases, "rope_parameters": draw.rope()}
 
 
+def _hy_v4(draw: ShapeDraw) -> Keys:
+    keys = {**deepseek_v32(draw), **draw.experts("n_routed_experts")}
+    for other in ("n_group", "topk_group"):
+        del keys[other]
+    return {
+        **keys,
+        "indexer_types": ["full", *(draw.rng.choice(["full", "shared"]) for _ in range(draw.layers - 1))],
+        "hc_mult": draw.rng.choice([1, 2, 4]),
+        "swiglu_limit": draw.rng.choice([0.3, 10.0]),
+    }
+
+
 def _iquestcoder(draw: ShapeDraw) -> Keys:
     return {"attention_bias": draw.flag(), "mlp_bias": draw.flag(), "rope_parameters": draw.rope()}
 
@@ -518,6 +530,7 @@ SIMILAR_SHAPES = {
     "flex_olmo": _flex_olmo,
     "helium": _helium,
     "internlm3": _internlm3,
+    "hy_v4": _hy_v4,
     "iquestcoder": _iquestcoder,
     "minicpm3": _minicpm3,
     "vaultgemma": gemma2,

@@ -91,7 +91,9 @@ def index_margins(model: Any) -> Iterator[list[float]]:
     def choose(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
         if k < scores.shape[-1]:
             best = topk(scores, k + 1).values
-            spread = scores.masked_fill(scores.isinf(), torch.nan).nan_to_num().std(-1)
+            hidden = scores < torch.finfo(scores.dtype).min / 2  # by a mask of one kind or the other
+            spread = scores.masked_fill(hidden, torch.nan).nan_to_num().std(-1)
+            best = best.masked_fill(best < torch.finfo(scores.dtype).min / 2, -torch.inf)
             clear = (best[..., -2] - best[..., -1]) / spread
             margins.append(float(clear.nan_to_num(torch.inf).min()) * MIN_MARGIN / MIN_INDEX_MARGIN)
         return topk(scores, k, *args, **kwargs)
@@ -110,7 +112,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
 
 _NOT_FILLED_UP = (
     *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
-    *("llama4_text", "deepseek_v4", "axk2"),
+    *("llama4_text", "deepseek_v4", "axk2", "hy_v4"),
 )
 """What fills a prompt up changes the states of these models, or the positions by which Llama 4 scales, or
 what DeepSeek-V4's entries are made of, or what the margins of an indexer are of. Only neighbours of one

@@ -49,6 +49,7 @@ from transformers import (
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     HYV3Config,
+    HYV4Config,
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
@@ -549,6 +550,13 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     "helium": lambda: HeliumConfig(**COMMON),
     "internlm3": lambda: InternLM3Config(**COMMON, attention_bias=True, mlp_bias=True),
     "iquestcoder": lambda: IQuestCoderConfig(**COMMON),
+    "hy_v4": lambda: HYV4Config(
+        **{key: value for key, value in _sparse().items() if key not in ("n_group", "topk_group")},
+        rope_parameters=_YARN,
+        indexer_types=["full", "shared", "full", "shared"],
+        swiglu_limit=0.3,
+        hc_magnitude=1.5,
+    ),
     "minicpm3": lambda: MiniCPM3Config(
         **{**_without("head_dim"), "num_key_value_heads": 4},
         kv_lora_rank=32,

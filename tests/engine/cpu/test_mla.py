@@ -44,14 +44,14 @@ class Case:
     latent: torch.Tensor  # [T, rank], a part of wider rows
     rope: torch.Tensor  # [T, rope_dim]
 
-    def run(self, backend: type[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, backend: type[Any], sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(attended [T, heads, rank], the pool's data afterwards). This case's own pool stays as it is."""
         pool = MLAKVCache(self.pool.spec, self.pool.num_pages, self.pool.page_size)
         pool.data.copy_(self.pool.data)
         attention: LatentBackend = backend(pool, self.q_latent.shape[1], SCALE)
         attention.prepare(self.batch)
         out = torch.full(self.q_latent.shape, torch.nan, dtype=self.q_latent.dtype)
-        attention.forward(PLACE, self.q_latent, self.q_rope, self.latent, self.rope, out)
+        attention.forward(PLACE, self.q_latent, self.q_rope, self.latent, self.rope, out, sinks)
         return out, pool.data
 
     def alone(self, sequence: int) -> Case:
@@ -133,13 +133,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.usefixtures("isa")
-def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_reference(name: str, dtype: torch.dtype, has_sinks: bool) -> None:
     case = make_case(**SHAPES[name], dtype=dtype)
-    want, pool_after = case.run(TorchLatentAttention)
-    got, pool = case.run(CpuLatentAttention)
+    heads = case.q_latent.shape[1]
+    sinks = torch.linspace(-3.0, 3.0, heads) if has_sinks else None
+    want, pool_after = case.run(TorchLatentAttention, sinks)
+    got, pool = case.run(CpuLatentAttention, sinks)
     assert torch.equal(pool, pool_after)
     assert not torch.equal(pool, case.pool.data)
     # Both take sums of the same numbers in float32; in bfloat16 they may round apart once, at the end.
@@ -149,10 +152,11 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["odd_widths", "mixed"])
 def test_the_reference_equals_attention_by_definition(name: str) -> None:
-    """One query and one head at a time, in float64."""
+    """One query and one head at a time, in float64. A sink is a score more, of no value."""
     case = make_case(**SHAPES[name])
-    got, pool = case.run(TorchLatentAttention)
     heads, rank = case.q_latent.shape[1:]
+    sinks = torch.linspace(-1.0, 4.0, heads)
+    got, pool = case.run(TorchLatentAttention, sinks)
     starts = case.batch.starts().tolist()
     for s, length in enumerate(case.batch.seq_lens.tolist()):
         context = pool[case.batch.page_table[s], PLACE].double().flatten(0, 1)[:length]
@@ -160,7 +164,8 @@ def test_the_reference_equals_attention_by_definition(name: str) -> None:
             seen = context[: length - starts[s + 1] + token + 1]
             for head in range(heads):
                 query = torch.cat((case.q_latent[token, head], case.q_rope[token, head])).double()
-                want = (seen @ query * SCALE).softmax(-1) @ seen[:, :rank]
+                scores = torch.cat((seen @ query * SCALE, sinks[head, None].double()))
+                want = scores.softmax(-1)[:-1] @ seen[:, :rank]
                 torch.testing.assert_close(got[token, head].double(), want, rtol=0, atol=1e-5)
 
 
