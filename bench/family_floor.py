@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import (
     DeepseekV3Config,
+    DeepseekV4Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
@@ -93,8 +94,8 @@ def _dense() -> dict[str, PretrainedConfig]:
 
 
 def _mixtures() -> dict[str, PretrainedConfig]:
-    """With the widths of Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V2-Lite (with V3's router and low-rank
-    queries)."""
+    """With the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router and low-rank queries)
+    and DeepSeek-V4-Flash."""
     return {
         "qwen3_moe": Qwen3MoeConfig(
             **COMMON,
@@ -139,6 +140,16 @@ def _mixtures() -> dict[str, PretrainedConfig]:
             n_shared_experts=2,
             n_group=1,
             topk_group=1,
+        ),
+        "deepseek_v4": DeepseekV4Config(
+            **COMMON,
+            hidden_size=4096,
+            num_hidden_layers=3,
+            layer_types=[
+                *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+            ],
+            mlp_layer_types=["hash_moe", "moe", "moe"],
+            n_routed_experts=16,
         ),
     }
 

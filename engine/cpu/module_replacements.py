@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
-from engine.cpu import delta_net, experts
+from engine.cpu import delta_net, experts, grouped_linear
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
@@ -63,6 +63,7 @@ class CpuReplacements:
             **dict.fromkeys(EXPERTS, self.experts),
             **dict.fromkeys(ROUTERS, self.router),
             **dict.fromkeys(delta_net.MODELS, self.delta_net),
+            "DeepseekV4GroupedLinear": self.grouped,
             "Linear": self.linear,
         }
 
@@ -97,6 +98,12 @@ class CpuReplacements:
                 if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
                     setattr(part, name, packed)
         return delta_net.DeltaNet(mixer)
+
+    def grouped(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """Replace DeepSeek-V4's projection of groups of heads."""
+        if not packs(config) or not grouped_linear.fusible(linear):
+            return None
+        return grouped_linear.PackedGroups(linear, self._packer(config))
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace a linear layer outside a fused decoder.

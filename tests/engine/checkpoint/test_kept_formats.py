@@ -27,7 +27,7 @@ KEPT = {
     ("deepseek_v3", "fp8_wide"): (PackFormat.FP8, 20, 5),
     ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 9),
     ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 13),  # experts
-    ("deepseek_v4", "fp8_fp4"): (PackFormat.MXFP4, 10, 50),  # experts; blocks of fp8 have 24 inputs
+    ("deepseek_v4", "fp8_fp4"): (PackFormat.MXFP4, 10, 55),  # experts; blocks of fp8 have 24 inputs
     ("llama", "awq"): (PackFormat.INT4_BY_32, 12, 1),
     ("mixtral", "awq"): (PackFormat.INT4_BY_32, 12, 4),
     ("phi3", "gptq"): (PackFormat.INT4_BY_32, 12, 1),
