@@ -150,6 +150,7 @@ def test_oracle_conversations(case: Served, models: dict[str, Path], tmp_path: P
         max_running_requests=16,
         max_mamba_cache_size=256,
         mamba_track_interval=32,
+        swa_full_tokens_ratio=0.8,  # of entries, too, that no window of a conversation is given up
         overlap_depth=case.overlap,
         **({"kv_transfer_backend": case.path} if split else {}),
     ) as served:

@@ -131,7 +131,7 @@ def test_oracle_retraction(family: str, depth: int, page_size: int, directory: P
     path, answers = draw_model(family, directory, 1, prompts, 48)
     worker = Worker(
         path, page_size=page_size, overlap_depth=depth, max_total_tokens=512, chunked_prefill_size=20,
-        decode_reserve_tokens=0, max_running_requests=8,
+        decode_reserve_tokens=0, max_running_requests=8, swa_full_tokens_ratio=0.8,
     )  # fmt: skip
     rooms = [worker.add(prompt, 48) for prompt in prompts]
     worker.run()
