@@ -108,11 +108,10 @@ def _read_either(parts: Parts, dtype: torch.dtype, scale: str, block: Block | No
     numbers, scales = parts[".weight"], parts[scale]
     if numbers.dtype != torch.int8:
         return _read(parts, dtype, scale, block)
-    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8) or scales.shape[1:] != (
-        numbers.shape[1] / 16,
-    ):
+    rows, width = numbers.shape
+    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8) or scales.shape != (rows, width / 16):
         raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)} for {tuple(numbers.shape)} bytes")
-    codes = numbers.view(torch.uint8).view(len(numbers), -1, 16)
+    codes = numbers.view(torch.uint8).view(rows, -1, 16)
     return StoredTensor([[Mxfp4Matrix(codes, scales.view(torch.uint8))]], dtype, experts=False)
 
 

@@ -264,7 +264,13 @@ def test_a_weight_may_have_scales_of_groups_without_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "scales", [torch.ones(8, 3).to(torch.float8_e8m0fnu), torch.ones(8, 2)], ids=["too many", "no powers"]
+    "scales",
+    [
+        torch.ones(8, 3).to(torch.float8_e8m0fnu),
+        torch.ones(7, 2).to(torch.float8_e8m0fnu),
+        torch.ones(8, 2),
+    ],
+    ids=["too many", "too few", "no powers"],
 )
 def test_scales_that_do_not_fit_pairs_of_fp4_are_refused(scales: torch.Tensor) -> None:
     parts = {".weight": torch.zeros(8, 32, dtype=torch.int8), ".weight_scale_inv": scales}
