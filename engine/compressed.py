@@ -35,7 +35,6 @@ class WindowCompressor(nn.Module):
         self.gate_proj = compressor.gate_proj
         self.position_bias = compressor.position_bias  # [tokens, projected]
         self.kv_norm = compressor.kv_norm
-        self.rotary_emb = compressor.rotary_emb
         self.dim: int = compressor.head_dim
         self.tokens: int = compressor.compress_rate
         self.overlaps: bool = compressor.position_bias.shape[-1] == 2 * compressor.head_dim
@@ -51,8 +50,9 @@ class WindowCompressor(nn.Module):
         wanted = hidden_states.to(self._dtype)
         return torch.cat((self.kv_proj(wanted), self.gate_proj(wanted)), dim=-1).to(hidden_states.dtype)
 
-    def entries(self, rows: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """[E, span, row_width] and the first tokens that the entries stand for, [E] -> [E, dim]."""
+    def entries(self, rows: torch.Tensor, firsts: torch.Tensor, angles: Any) -> torch.Tensor:
+        """[E, span, row_width] and the first tokens that the entries stand for, [E], with the cosines and
+        sines there -> [E, dim]."""
         kv, gate = rows.chunk(2, dim=-1)
         if self.overlaps:
             kv, gate = self._both_series(kv, gate, firsts)
@@ -60,8 +60,7 @@ class WindowCompressor(nn.Module):
             gate = gate + self.position_bias
         weights = gate.softmax(dim=1, dtype=torch.float32).to(kv.dtype)
         summed = self.kv_norm((kv * weights).sum(dim=1))
-        cos, sin = self.rotary_emb(summed, position_ids=firsts[None], layer_type="compress")
-        rotated: torch.Tensor = apply_rotary_pos_emb(summed[None, None], cos, sin)
+        rotated: torch.Tensor = apply_rotary_pos_emb(summed[None, None], *angles)
         return rotated[0, 0]
 
     def _both_series(
@@ -102,6 +101,7 @@ class EntryCompressor(nn.Module):
     def __init__(self, compressor: Any, top: int) -> None:
         super().__init__()
         indexer = getattr(compressor, "indexer", None)
+        self.rotary_emb = compressor.rotary_emb
         self.own = WindowCompressor(compressor)
         self.indexer = None if indexer is None else EntryIndexer(indexer)
         span = self.own.tokens * (2 if self.own.overlaps else 1)
@@ -115,10 +115,12 @@ class EntryCompressor(nn.Module):
 
     def entries(self, rows: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
         rows = rows[..., self.own.dim :]  # behind what attention reads
+        angles = self.rotary_emb(rows, position_ids=firsts[None], layer_type="compress")
         if self.indexer is None:
-            return self.own.entries(rows, firsts)
+            return self.own.entries(rows, firsts, angles)
         own, index = rows[..., : self.own.row_width], rows[..., self.own.row_width :]
-        return torch.cat((self.own.entries(own, firsts), self.indexer.entries(index, firsts)), dim=-1)
+        parts = self.own.entries(own, firsts, angles), self.indexer.entries(index, firsts, angles)
+        return torch.cat(parts, dim=-1)
 
 
 class CompressedAttention(nn.Module):

@@ -57,9 +57,9 @@ class LatentAttention(nn.Module):
         self._rotate = rotate
         self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)  # [heads]
         self.q_proj = getattr(attention, "q_proj", None)  # None if queries are projected through a low rank
-        self.q_a_proj = getattr(attention, "q_a_proj", None)
-        self.q_a_layernorm = getattr(attention, "q_a_layernorm", None)
-        self.q_b_proj = getattr(attention, "q_b_proj", None)
+        self.q_a_proj: Any = getattr(attention, "q_a_proj", None)
+        self.q_a_layernorm: Any = getattr(attention, "q_a_layernorm", None)
+        self.q_b_proj: Any = getattr(attention, "q_b_proj", None)
         self.kv_a_proj_with_mqa = attention.kv_a_proj_with_mqa
         self.kv_a_layernorm = attention.kv_a_layernorm
         self.o_proj = attention.o_proj
@@ -105,14 +105,12 @@ class LatentAttention(nn.Module):
         """What the queries are linear functions of, [1, T, n]."""
         if self.q_proj is not None:
             return hidden_states
-        assert self.q_a_proj is not None
-        assert self.q_a_layernorm is not None
         compressed: torch.Tensor = self.q_a_layernorm(self.q_a_proj(hidden_states))
         return compressed
 
     def _queries(self, compressed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries before rotation: [1, heads, T, nope_dim] and [1, heads, T, rope_dim]."""
-        project: Any = self.q_b_proj if self.q_proj is None else self.q_proj
+        project = self.q_b_proj if self.q_proj is None else self.q_proj
         queries = project(compressed).unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
         q_nope, q_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         return q_nope, q_rope
@@ -165,7 +163,6 @@ class Indexer(nn.Module):
     def __init__(self, indexer: Any, rotate: Rotate, rotates_first: bool = True) -> None:
         """`rotates_first`: the first values of a head are rotated, not the last."""
         super().__init__()
-        self._rotates_first = rotates_first
         self.wq_b = indexer.wq_b
         self.wk = indexer.wk
         self.k_norm = indexer.k_norm
@@ -174,7 +171,8 @@ class Indexer(nn.Module):
         self._weights_dtype: torch.dtype = indexer.weights_proj.weight.dtype
         self._heads: int = indexer.n_heads
         self._dim: int = indexer.head_dim
-        self._rope_dim: int = indexer.qk_rope_head_dim
+        rope_dim: int = indexer.qk_rope_head_dim
+        self._rotated = slice(rope_dim) if rotates_first else slice(-rope_dim, None)
         self._rotate = rotate
         self._scale: float = (self._heads * self._dim) ** -0.5
 
@@ -183,14 +181,8 @@ class Indexer(nn.Module):
         q = self.wq_b(compressed).unflatten(-1, (self._heads, self._dim)).transpose(1, 2)
         normed = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype))  # may be in float32
         k = normed.to(hidden_states.dtype)[:, None]  # [1, 1, T, dim]
-        if self._rotates_first:
-            q_rope, k_rope = self._rotate(q[..., : self._rope_dim], k[..., : self._rope_dim], angles)
-            q = torch.cat((q_rope, q[..., self._rope_dim :]), dim=-1)
-            k = torch.cat((k_rope, k[..., self._rope_dim :]), dim=-1)
-        else:
-            q_rope, k_rope = self._rotate(q[..., -self._rope_dim :], k[..., -self._rope_dim :], angles)
-            q = torch.cat((q[..., : -self._rope_dim], q_rope), dim=-1)
-            k = torch.cat((k[..., : -self._rope_dim], k_rope), dim=-1)
+        part = self._rotated
+        q[..., part], k[..., part] = self._rotate(q[..., part], k[..., part], angles)
         weights = self.weights_proj(hidden_states.to(self._weights_dtype)).float() * self._scale
         return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
 
@@ -235,8 +227,6 @@ class GatedSparseLatentAttention(SparseLatentAttention):
     def forward(
         self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        assert self.q_a_proj is not None
-        assert self.q_a_layernorm is not None
         plain = self.q_a_proj(hidden_states)
         compressed = self.q_a_layernorm(plain)
         self._select(hidden_states, compressed, position_embeddings, paged)

@@ -14,7 +14,7 @@ import torch
 from engine.backends.closing_tokens import ClosingTokens
 from engine.backends.new_slots import NewSlots
 from engine.backends.query_blocks import query_blocks
-from engine.backends.query_contexts import QueryContexts
+from engine.backends.query_contexts import QueryContexts, SequencePages
 from engine.batch import ForwardBatch
 from engine.paged_layers import Compression, Compressor, IndexQueries
 from kvcache.pool import EntryKVCache
@@ -35,12 +35,13 @@ class TorchCompressedAttention:
         assert window.spec.window is not None
         self._entries = entries
         self._window = window
+        self._window_tokens = window.spec.window
         self._scale = scale
         self._page_size = entries.page_size
         device = window.device
         self._sequences = None if fixed is None else fixed[0]
         self._contexts = QueryContexts(device, fixed)
-        self._window_contexts = QueryContexts(device, fixed)
+        self._window_table = SequencePages(device, fixed)
         self._slots = NewSlots(self._page_size, device, self._sequences)
         self._closing = {
             one: ClosingTokens(one, self._page_size, device, self._sequences) for one in compressions
@@ -55,7 +56,7 @@ class TorchCompressedAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         of_window = batch.for_window()
         self._contexts.fill(batch)
-        self._window_contexts.fill(of_window)
+        self._window_table.fill(of_window.page_table)
         self._slots.fill(of_window.out_slots)
         for closing in self._closing.values():
             closing.fill(batch)
@@ -111,19 +112,17 @@ class TorchCompressedAttention:
 
     def _most_rows(self, compression: Compression | None) -> int:
         """That a query gathers."""
-        assert self._window.spec.window is not None
         entries = 0 if compression is None else self._longest // compression.tokens
-        return self._window.spec.window + entries
+        return self._window_tokens + entries
 
     def _of_window(self, layer: int, block: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [n, tokens, width], and which of them each query sees, bool [n, tokens]."""
-        assert self._window.spec.window is not None
-        contexts, size = self._window_contexts, min(self._window.spec.window, self._longest)
+        contexts, size = self._contexts, min(self._window_tokens, self._longest)
         visible, sequences = contexts.visible[block], contexts.sequences[block]
         tokens = visible[:, None] - size + torch.arange(size, device=visible.device)
         is_seen = tokens >= 0
         tokens = tokens.clamp(min=0)
-        pages = contexts.page_table[sequences[:, None], tokens // self._page_size]
+        pages = self._window_table.ids[sequences[:, None], tokens // self._page_size]
         rows = self._window.rows(layer)[..., :width]
         return rows[pages, tokens % self._page_size].float(), is_seen
 

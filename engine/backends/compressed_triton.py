@@ -31,12 +31,11 @@ class TritonCompressedAttention(TorchCompressedAttention):
         chosen = None
         if compression is not None and index is not None and (top := self._top(compression)) is not None:
             chosen = self._best(layer, q.shape[-1], compression.tokens, top, index)
-        assert self._window.spec.window is not None
         contexts = self._contexts
         compressed_attention(
             q.contiguous(),
             self._window.rows(layer),
-            self._window_contexts.page_table,
+            self._window_table.ids,
             None if compression is None else self._entries.rows(layer),
             contexts.page_table,
             chosen,
@@ -45,7 +44,7 @@ class TritonCompressedAttention(TorchCompressedAttention):
             sinks,
             out,
             self._scale,
-            self._window.spec.window,
+            self._window_tokens,
             0 if compression is None else compression.tokens,
             self._page_size,
         )

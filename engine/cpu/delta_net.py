@@ -25,8 +25,8 @@ KIMI = ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention")
 MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", *KIMI)
 """The transformers classes that DeltaNet computes."""
 
-_CONVERTED = ("A_log", "dt_bias")
-"""Parameters that may be in float32. So may be the convolution's."""
+_CONVERTED = ("A_log", "dt_bias", "conv1d.weight")
+"""Parameters that may be in float32."""
 MAX_DIM, MAX_TAPS = 256, 8  # delta_net.h: kMaxDim, kMaxTaps
 
 
@@ -88,17 +88,12 @@ def _kimi(mixer: Any) -> _Form:
     """Ling's projects gates and decays at once, Kimi's through a low rank."""
     dim, gate = mixer.head_dim, mixer.forget_gate
     is_ling = hasattr(mixer, "g_proj")
-    gates = (mixer.g_proj,) if is_ling else (mixer.g_a_proj, mixer.g_b_proj)
-    decays = (gate.f_proj,) if is_ling else (gate.f_a_proj, gate.f_b_proj)
+    gates = mixer.g_proj if is_ling else nn.Sequential(mixer.g_a_proj, mixer.g_b_proj)
+    decays = gate.f_proj if is_ling else nn.Sequential(gate.f_a_proj, gate.f_b_proj)
 
     def project(hidden: torch.Tensor) -> list[torch.Tensor]:
         of_heads = [projection(hidden) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
-        z, a = hidden, hidden
-        for projection in gates:
-            z = projection(z)
-        for projection in decays:
-            a = projection(a)
-        return [*of_heads, z, mixer.b_proj(hidden), a]
+        return [*of_heads, gates(hidden), mixer.b_proj(hidden), decays(hidden)]
 
     places = {name: _Place(number, 0, dim) for number, name in enumerate("qkvz")}
     places |= {"b": _Place(4, 0, 1), "a": _Place(5, 0, dim)}
@@ -153,9 +148,7 @@ def fusible(mixer: Any) -> bool:
         and all(dim % 16 == 0 and dim <= MAX_DIM for dim in (form.key_dim, form.value_dim))
         and all(p.device.type == "cpu" for p in mixer.parameters())
         and all(
-            p.dtype == torch.bfloat16
-            for name, p in mixer.named_parameters()
-            if name.rpartition(".")[2] not in _CONVERTED and "conv1d" not in name
+            p.dtype == torch.bfloat16 for name, p in mixer.named_parameters() if not name.endswith(_CONVERTED)
         )
     )
 

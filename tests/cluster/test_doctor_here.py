@@ -23,7 +23,7 @@ from cluster.doctor.preflight import Listeners, connect
 from common.errors import ConfigError
 from tests.support.image_models import written
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
-from tests.support.quantised_checkpoints import FORMATS, published_v4, write
+from tests.support.quantised_checkpoints import FORMATS, OF_ONE_FAMILY, published_v4, write
 from tests.support.tiny_models import make_tiny
 from wire.options import PortOptions
 from worker.options import WorkerOptions
@@ -250,8 +250,7 @@ def weights_of(path: Path, **options: Any) -> int:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Of a format: a quantised model, and the same in float32."""
     directory = tmp_path_factory.mktemp("quantised")
-    of_one_family = {"mxfp4": "gpt_oss", "fp8_fp4": "deepseek_v4"}
-    return lambda form: write(of_one_family.get(form, "qwen3"), directory, 0, form)
+    return lambda form: write(OF_ONE_FAMILY.get(form, "qwen3"), directory, 0, form)
 
 
 def test_a_model_that_cannot_be_divided_as_it_should_be(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,7 +103,8 @@ def test_oracle_sees(spoil: Spoil, right: list[bool], drawn: Drawn) -> None:
     runner, pool = open_runner(path, PAGE, PAGES, attention="auto")
     driver = Driver(Spoilt(runner, pool, spoil), PAGES, PAGE)
     lane = driver.add(PROMPT)
-    with suppress(EngineError):  # DeepSeek-V4's entries end where positions say
+    # DeepSeek-V4's entries end where positions say, which may be past a context.
+    with suppress(EngineError) if family == "deepseek_v4" else nullcontext():
         driver.generate([lane], TOKENS, chunk=40)
     same = [lane.outputs == answers[0]]
     if family in SHARING:

@@ -335,3 +335,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     ),
 }
 """Name -> quantization_config and how a weight is quantised."""
+
+OF_ONE_FAMILY = {"mxfp4": "gpt_oss", "fp8_fp4": "deepseek_v4"}
+"""Formats of one family's weights alone."""

@@ -91,9 +91,9 @@ def index_margins(model: Any) -> Iterator[list[float]]:
     def choose(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
         if k < scores.shape[-1]:
             best = topk(scores, k + 1).values
-            hidden = scores < torch.finfo(scores.dtype).min / 2  # by a mask of one kind or the other
-            spread = scores.masked_fill(hidden, torch.nan).nan_to_num().std(-1)
-            best = best.masked_fill(best < torch.finfo(scores.dtype).min / 2, -torch.inf)
+            masked = torch.finfo(scores.dtype).min / 2  # of one kind of mask or the other
+            spread = scores.masked_fill(scores < masked, torch.nan).nan_to_num().std(-1)
+            best = best.masked_fill(best < masked, -torch.inf)
             clear = (best[..., -2] - best[..., -1]) / spread
             margins.append(float(clear.nan_to_num(torch.inf).min()) * MIN_MARGIN / MIN_INDEX_MARGIN)
         return topk(scores, k, *args, **kwargs)

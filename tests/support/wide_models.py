@@ -36,12 +36,14 @@ WIDE = (
 
 def make_wide(family: str, directory: Path, seed: int) -> Path:
     """The family's tiny model with heads of 64, of Gemma 4's full layers 512, of MiMo's keys 96, which are
-    filled up to 128, of DeepSeek-V4 512 with indexers of 128, or latents of 512 + 64."""
+    filled up to 128, of DeepSeek-V4 512, or latents of 512 + 64. Indexers have 128."""
     config: Any = {**FAMILIES, **MIXED, **SIMILAR}[family]()
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         config.head_dim = config.qk_rope_head_dim
+        if hasattr(config, "index_head_dim"):
+            config.index_head_dim = 128
     elif family == "gemma4_text":
         layers = {
             layer: {**keys, "head_dim": 512} for layer, keys in config.to_dict()["per_layer_config"].items()

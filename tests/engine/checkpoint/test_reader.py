@@ -20,7 +20,7 @@ from engine.checkpoint.reader import QuantisedWeight, read_weights, weight_files
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.loader import load_model
-from tests.support.quantised_checkpoints import FORMATS, write
+from tests.support.quantised_checkpoints import FORMATS, OF_ONE_FAMILY, write
 
 
 def loaded_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -47,8 +47,7 @@ def test_the_tensors_of_a_quantised_weight_are_not_weights_of_their_own(form: st
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_weights_stay_stored_if_asked(form: str, keep: bool, tmp_path: Path) -> None:
-    of_one_family = {"mxfp4": "gpt_oss", "fp8_fp4": "deepseek_v4"}
-    stored, _ = write(of_one_family.get(form, "llama"), tmp_path, 0, form)
+    stored, _ = write(OF_ONE_FAMILY.get(form, "llama"), tmp_path, 0, form)
     found = stored_format(AutoConfig.from_pretrained(stored))
     weights = read_weights(str(stored), found, torch.bfloat16, local=True, keep=keep)
     read = [each[...] for each in weights.values() if isinstance(each, QuantisedWeight)]

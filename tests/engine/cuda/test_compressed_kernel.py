@@ -33,7 +33,7 @@ POINTERS = {
 def test_it_attends_by_the_definition(
     heads: int, dim: int, page_size: int, tokens: int, window: int, lengths: tuple[int, ...], chooses: bool
 ) -> None:
-    """The last tokens of each sequence. What no query sees is NaN."""
+    """The last tokens of each sequence. The scratch page is NaN."""
     interpreted()
     kernel = importlib.import_module("engine.cuda.compressed_kernel")
     torch.manual_seed(heads)
@@ -41,6 +41,7 @@ def test_it_attends_by_the_definition(
     pages = 1 + len(lengths) * width
     rows = torch.randn(pages, page_size, dim + 24).half()[..., : dim + 8]
     entries = torch.randn(pages, max(1, page_size // max(1, tokens)), dim + 8).half()
+    rows[0], entries[0] = torch.nan, torch.nan
     tables = [(torch.randperm(pages - 1) + 1).int().view(len(lengths), width) for _ in range(2)]
     queries = [(i, length - back) for i, length in enumerate(lengths) for back in range(min(5, length))]
     sequences, visible = (torch.tensor(column, dtype=torch.int32) for column in zip(*queries, strict=True))
