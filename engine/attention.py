@@ -15,7 +15,6 @@ import torch
 from transformers import AttentionInterface
 
 from engine.paged_layers import PagedLayers
-from engine.row_widths import filled_up
 
 ATTENTION_NAME = "baton_paged"
 
@@ -41,8 +40,7 @@ def paged_attention(
     assert query.shape[0] == 1
     layer: int = module.layer_idx  # type: ignore[assignment]
     backend, place = paged.of_layer[layer]
-    width = paged.width_of_layer[layer]
-    q, k, v = (filled_up(heads, width).transpose(1, 2)[0] for heads in (query, key, value))
+    q, k, v = (paged.filled_up(layer, heads).transpose(1, 2)[0] for heads in (query, key, value))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     backend.forward(place, q, k, v, out, s_aux)
     return out[None, ..., : value.shape[-1]], None

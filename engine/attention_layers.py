@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.block_choice import BlockChoice
 from engine.errors import UnsupportedModel
 from engine.paged_layers import Compression
 from kvcache.layout import GroupSpec
@@ -24,6 +25,7 @@ class AttentionLayer:
     top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
     compression: Compression | None = None  # how its entries are made; None: it has none
+    blocks: BlockChoice | None = None  # of its context, which queries see; None: all
     in_chunks: bool = False  # a query sees those of its chunk of `window` tokens (engine/attention_chunks.py)
 
     @property
@@ -48,6 +50,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
             getattr(m, "top_tokens", None),
             shared.get(m.layer_idx),
             getattr(getattr(m, "compressor", None), "compression", None),
+            getattr(m, "blocks", None),
             _kind(m) == "chunked_attention",
         )
         for m in sorted(modules, key=lambda module: module.layer_idx)

@@ -11,10 +11,11 @@ from typing import Any
 
 from engine.checkpoint.formats import stored_format
 from engine.errors import UnsupportedModel
-from engine.families import chunked, compressed, dense, hybrid, latent, shared, windowed
+from engine.families import block_sparse, chunked, compressed, dense, hybrid, latent, shared, windowed
 from engine.families.base import Family
 
 FAMILIES: dict[str, Family] = {
+    **block_sparse.FAMILIES,
     **chunked.FAMILIES,
     **compressed.FAMILIES,
     **dense.FAMILIES,

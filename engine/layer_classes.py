@@ -42,6 +42,7 @@ EXPERTS = (
     "MellumExperts",
     "MiMoV2FlashExperts",
     "MiniMaxM2Experts",
+    "MiniMaxM3VLExperts",
     "Mistral4Experts",
     "MixtralExperts",
     "OlmoeExperts",
@@ -52,9 +53,10 @@ EXPERTS = (
     "SolarOpenExperts",
     CLAMPED,
 )
-"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's and
-Hunyuan 4's have a limit: gates are at most that, and ups within it. Llama 4's become ours
-(engine/llama4.py: Llama4Experts) after they are divided among ranks."""
+"""Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's, Hunyuan
+4's and MiniMax-M3's have a limit: gates are at most that, and ups within it. MiniMax-M3's and gpt-oss's are
+down(act(gate(x)) * (up(x) + 1)). Llama 4's become ours (engine/llama4.py: Llama4Experts) after they are
+divided among ranks."""
 
 ROUTERS = (
     "Cohere2MoeTopKRouter",
@@ -72,6 +74,7 @@ ROUTERS = (
     "Lfm2MoeTopKRouter",
     "MellumTopKRouter",
     "MiniMaxM2TopKRouter",
+    "MiniMaxM3VLTopKRouter",
     "Mistral4TopkRouter",
     "MixtralTopKRouter",
     "OlmoeTopKRouter",
@@ -149,6 +152,7 @@ NORMS_PLUS_ONE = (
     "Gemma2RMSNorm",
     "Gemma3RMSNorm",
     "GemmaRMSNorm",
+    "MiniMaxM3VLRMSNorm",
     "Qwen3NextRMSNorm",
     "Qwen3_5MoeRMSNorm",
     "Qwen3_5RMSNorm",
@@ -215,6 +219,12 @@ def limit_of(experts: object) -> float:
     """Of a mixture's gates and ups; infinity: there is none."""
     limit: float = getattr(experts, "limit", getattr(experts, "swiglu_limit", math.inf))
     return limit
+
+
+def sharpness_of(experts: object) -> float | None:
+    """alpha of experts whose act(x) is x sigmoid(alpha x), and who add 1 to ups; None: they do not."""
+    alpha: float | None = getattr(experts, "alpha", getattr(experts, "swiglu_alpha", None))
+    return alpha
 
 
 def activation_of(experts: object) -> object:

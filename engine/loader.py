@@ -37,6 +37,7 @@ from engine.parallel.head import divide_head
 from engine.parallel.shard import Shard
 from engine.parallel.sums import put_sums
 from engine.positions import keep_frequencies, longest_context
+from engine.published_names import register_names
 from engine.replacement_table import apply_replacements
 from engine.row_widths import fitted
 from engine.spec import ModelSpec
@@ -73,6 +74,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     """
     # When a worker fails to start, the last line of its stderr is the error. Progress bars would hide it.
     transformers_logging.disable_progress_bar()
+    register_names()
     local = _is_directory(config.model)
     whole = _config(config, local)
     hf_config = text_part(whole)

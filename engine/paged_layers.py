@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch.nn import functional
 
 from engine.attention_chunks import AttentionChunks
 from engine.batch import ForwardBatch, ReadRows
@@ -260,6 +261,11 @@ class PagedLayers:
             if latent is not None and group.kind == "latent"
             for place, layer in enumerate(group.layer_ids)
         }
+
+    def filled_up(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., width of a layer's rows], zeros behind the D values (engine/row_widths.py)."""
+        missing = self.width_of_layer[layer] - heads.shape[-1]
+        return heads if missing == 0 else functional.pad(heads, (0, missing))
 
     @property
     def has_window(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.nn import functional
 
 from engine.config import EngineConfig
 from engine.cuda.limits import DTYPES, HEAD_DIMS
@@ -30,8 +29,3 @@ def _for_flashinfer(group: KVGroupSpec) -> KVGroupSpec:
     if group.dtype not in DTYPES or width >= 2 * group.head_dim:
         return group
     return replace(group, head_dim=width)
-
-
-def filled_up(heads: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., D] -> [..., width], zeros behind the D values."""
-    return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))

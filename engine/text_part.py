@@ -1,5 +1,5 @@
-"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, Llama 4, Mistral Small 3,
-Qwen 3.5, Kimi K2.5.
+"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, Llama 4, MiniMax-M3,
+Mistral Small 3, Qwen 3.5, Kimi K2.5.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
 """
@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "gemma4": ("Gemma4ForConditionalGeneration",),
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration",),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration",),
     "llama4": ("Llama4ForConditionalGeneration",),
     "mistral3": ("Mistral3ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),

@@ -64,26 +64,32 @@ class SpreadKVCache(KVCache):
 
 class DividedKVCache(SpreadKVCache):
     """The pages of an MHAKVCache, of which each part has a range of heads, the first ones in part 0. Of fewer
-    heads than parts, each is in several parts that follow one another."""
+    heads than parts, each is in several parts that follow one another. An indexer's keys are in each."""
 
     def __init__(self, spec: KVGroupSpec, parts: Sequence[MHAKVCache]) -> None:
         own = parts[0].spec.kv_heads
         assert own == rank_heads(spec.kv_heads, len(parts)), "the parts have all heads"
         ranges = spec.kv_heads // own
-        super().__init__(spec, parts, PageParts(spec.blocks, ranges, len(parts) // ranges))
+        tail = spec.tail_bytes(parts[0].page_size)
+        super().__init__(spec, parts, PageParts(spec.blocks, ranges, len(parts) // ranges, tail))
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
-        pieces = [
-            part.bytes.index_select(0, ids.to(part.device, non_blocking=True))
-            .view(len(ids), self.page_parts.blocks, -1)
-            .to(self.device, non_blocking=True)
+        pages = [
+            part.bytes.index_select(0, ids.to(part.device, non_blocking=True)).to(
+                self.device, non_blocking=True
+            )
             for part in self.parts[:: self.page_parts.copies]
         ]
-        return torch.stack(pieces, dim=2).view(len(ids), self.page_bytes)
+        end = pages[0].shape[1] - self.page_parts.tail
+        heads = [page[:, :end].reshape(len(ids), self.page_parts.blocks, -1) for page in pages]
+        whole = torch.stack(heads, dim=2).view(len(ids), -1)
+        return torch.cat((whole, pages[0][:, end:]), dim=1) if self.page_parts.tail else whole
 
     def _piece(self, pages: torch.Tensor, number: int) -> torch.Tensor:
-        blocks, ranges, _ = self.page_parts
-        return pages.view(len(pages), blocks, ranges, -1)[:, :, self.page_parts.range_of(number)]
+        blocks, ranges, _, tail = self.page_parts
+        end = self.page_bytes - tail
+        heads = pages[:, :end].view(len(pages), blocks, ranges, -1)[:, :, self.page_parts.range_of(number)]
+        return torch.cat((heads.flatten(1), pages[:, end:]), dim=1) if tail else heads
 
 
 class ReplicatedKVCache(SpreadKVCache):

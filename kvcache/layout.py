@@ -3,6 +3,7 @@
     GroupSpec
       TokenGroupSpec
         KVGroupSpec       keys and values per head: full attention, or a sliding window
+          IndexedKVGroupSpec  and an indexer's key of each token (kvcache/indexed_layout.py)
         LatentGroupSpec   one compressed vector per token (MLA): full attention as well
       EntryGroupSpec    rows that stand for several tokens each (kvcache/entry_layout.py)
       StateGroupSpec    what linear attention, Mamba and short convolutions remember: one slot per sequence
@@ -48,6 +49,11 @@ class GroupSpec(ABC):
         """Blocks of a page, in each of which all heads follow one another; 1 if there are no heads."""
         return 1
 
+    def tail_bytes(self, page_size: int) -> int:
+        """Bytes at the end of a page that are in no block."""
+        del page_size
+        return 0
+
     @abstractmethod
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """The shape of one page as stored."""
@@ -86,8 +92,15 @@ class TokenGroupSpec(GroupSpec):
         """What the pool's tensor holds."""
         return self.stored.element or self.dtype
 
+    @property
+    def stored_dtype(self) -> str:
+        """What a layout says that rows are stored as."""
+        if self.stored is KVFormat.AUTO:
+            return str(self.dtype).removeprefix("torch.")
+        return self.stored.description
+
     def to_layout(self, page_size: int) -> GroupLayout:
-        return group_layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
+        return group_layout(self, page_size, self.stored_dtype, self.tile_order)
 
 
 @dataclass(frozen=True)
@@ -256,10 +269,6 @@ class StateGroupSpec(GroupSpec):
 
 def _row_elements(stored: KVFormat, values: int) -> int:
     return values if stored is KVFormat.AUTO else stored.row_bytes(values)
-
-
-def _dtype_name(stored: KVFormat, dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") if stored is KVFormat.AUTO else stored.description
 
 
 def group_layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> GroupLayout:

@@ -27,7 +27,8 @@ from kvcache.divided import SpreadKVCache, pool_of_parts
 from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, rank_spec
-from kvcache.pool import KVCache, ReqToTokenPool, open_pool
+from kvcache.open_pool import open_pool
+from kvcache.pool import KVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshots
 from kvcache.storage.factory import open_storage

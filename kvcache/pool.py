@@ -97,7 +97,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = spec.page_bytes(page_size)
-        self.page_parts = PageParts(spec.blocks)
+        self.page_parts = PageParts(spec.blocks, tail=spec.tail_bytes(page_size))
         self.device = torch.device(device)
         self.fd = buffer.fd if buffer is not None else None
         self._buffer = buffer
@@ -294,21 +294,3 @@ class MambaPool(KVCache):
     def tensor(self, layer: int, name: str) -> torch.Tensor:
         """`[num_slots + 1, *shape]` of one layer's tensor, a view: writing to it writes the pool."""
         return self._tensors[layer, name]
-
-
-def open_pool(
-    spec: GroupSpec,
-    num_pages: int,
-    page_size: int,
-    device: str | torch.device = "cpu",
-    buffer: PoolBuffer | None = None,
-) -> KVCache:
-    """The pool of a group of any kind; of a state group pages are slots."""
-    if isinstance(spec, StateGroupSpec):
-        return MambaPool(spec, num_pages, device, buffer)
-    if isinstance(spec, LatentGroupSpec):
-        return MLAKVCache(spec, num_pages, page_size, device, buffer)
-    if isinstance(spec, EntryGroupSpec):
-        return EntryKVCache(spec, num_pages, page_size, device, buffer)
-    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
-    return MHAKVCache(spec, num_pages, page_size, device, buffer)

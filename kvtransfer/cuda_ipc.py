@@ -102,7 +102,7 @@ class CudaIpcSender(LocalSender):
 
     def _map(self, region: GroupRegion, info: PoolInfo, fds: Sequence[int]) -> Iterator[DeviceMapping]:
         """For each piece the part that it goes to, on the GPU that it comes from."""
-        theirs = info.page_parts(region.page_parts.blocks)
+        theirs = info.page_parts(region.page_parts)
         nbytes = theirs.part_bytes(info.page_bytes) * info.num_pages
         for piece in pieces(info.page_bytes, region.page_parts, theirs):
             yield _gpu(region.parts[piece.source]).open(fds[piece.target], nbytes)
@@ -135,12 +135,16 @@ class CudaIpcSender(LocalSender):
         region, write = granted.region, granted.write
         columns = (column.tolist() for column in coalesce(write.src_pages, write.dst_pages))
         runs = list(zip(*columns, strict=True))
-        theirs = pool.info.page_parts(region.page_parts.blocks)
+        theirs = pool.info.page_parts(region.page_parts)
         both = pieces(region.page_bytes, region.page_parts, theirs)
         for piece, memory in zip(both, pool.memories, strict=True):
             part = region.parts[piece.source]
             assert part.copies is not None, "checked when this sender was made"
-            copies = [piece.copy(part.ptr, src, memory.ptr, dst, length) for src, dst, length in runs]
+            copies = [
+                copy
+                for src, dst, length in runs
+                for copy in piece.copies(part.ptr, src, memory.ptr, dst, length)
+            ]
             yield _gpu(part), part.copies, copies
 
     def _settle(self, region: GroupRegion, pool: MappedPool) -> None:

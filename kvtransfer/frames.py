@@ -48,9 +48,10 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
     ranges: int = 1
     copies: int = 1
 
-    def page_parts(self, blocks: int) -> PageParts:
-        """With the blocks that the sender's pages have. Raises TransferError if they cannot lie so."""
-        parts = PageParts(blocks, self.ranges, self.copies)
+    def page_parts(self, senders: PageParts) -> PageParts:
+        """With the blocks and the tail that the sender's pages have. Raises TransferError if they cannot lie
+        so."""
+        parts = senders._replace(ranges=self.ranges, copies=self.copies)
         if not parts.divides(self.page_bytes):
             raise TransferError("the peer's pages lie in parts that are not of this model")
         return parts
@@ -58,7 +59,7 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
     def takes_directly(self, parts: PageParts) -> bool:
         """Whether pages that lie in `parts` can be written to its addresses: parts that are not alike would
         be written in runs that are too short. Raises TransferError like `page_parts`."""
-        theirs = self.page_parts(parts.blocks)
+        theirs = self.page_parts(parts)
         if len(self.ptrs) not in (0, theirs.total):
             raise TransferError("the peer does not say where all parts of its pages are")
         return bool(self.ptrs) and theirs == parts

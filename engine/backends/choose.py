@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.attention_chunks import AttentionChunks
+from engine.backends.block_choose import build_blocks
 from engine.backends.compressed_reference import TorchCompressedAttention
 from engine.backends.compressed_triton import TritonCompressedAttention, check_entries
 from engine.backends.flashinfer_limits import check_heads
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.loader import LoadedModel
 from engine.paged_layers import AttentionBackend, CompressedBackend, LatentBackend, PagedLayers
+from kvcache.indexed_pool import IndexedKVCache
 from kvcache.pool import EntryKVCache, KVCache, MHAKVCache, MLAKVCache
 
 
@@ -43,6 +45,11 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
                 "a config has one attn_logit_softcapping"
             )
             like = heads.pop(), scales.pop(), sinks, softcap
+            choices = {facts.blocks for facts in layers if facts.blocks is not None}
+            if isinstance(pool, IndexedKVCache) and choices:
+                [choice] = choices  # a config has one
+                built[group.kind] = build_blocks(config, pool, *like[:2], choice)
+                continue
             built[group.kind] = build_attention(config, pool, *like)
             if any(facts.shares is not None for facts in layers):
                 tail[group.kind] = build_attention(config, pool, *like, beside=built[group.kind])

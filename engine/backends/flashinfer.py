@@ -12,7 +12,7 @@ import torch
 
 from engine.backends.decode_attention import DecodeAttention
 from engine.backends.new_slots import NewSlots
-from engine.backends.page_indices import FixedIndices, page_indices
+from engine.backends.page_indices import FixedIndices, PageIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
 from engine.device_copies import pinned, upload
@@ -49,14 +49,12 @@ class FlashInferAttention:
         self._softcap = softcap
         self._device = pool.data.device
         self._window = pool.spec.window
-        # FlashInfer counts the keys to the left of a query; ours includes the query's own
-        self._window_left = -1 if self._window is None else self._window - 1
         self._sinks = sinks
         if workspace is None:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self.workspace = workspace
         self._planned = Workspace(self._device)
-        self._wrapper: Any = _wrapper(pool, workspace, self._window_left, sinks, buffers)
+        self._wrapper: Any = paged_wrapper(pool, workspace, sinks, buffers)
         count = None if buffers is None else len(buffers.lengths)
         self._slots = NewSlots(pool.page_size, self._device, count)
 
@@ -75,24 +73,9 @@ class FlashInferAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         indices = page_indices(batch, self._pool.page_size, self._window)
         self._slots.fill(batch.out_slots)
+        pages = upload(indices.pages, self._device)
         with self._planned.in_use():
-            self._wrapper.plan(
-                pinned(indices.q_starts, self._device),
-                pinned(indices.kv_starts, self._device),
-                upload(indices.pages, self._device),
-                pinned(indices.last_page_lens, self._device),
-                self._query_heads,
-                self._pool.spec.kv_heads,
-                self._pool.spec.head_dim,
-                self._pool.page_size,
-                causal=True,
-                window_left=self._window_left,
-                sm_scale=self._scale,
-                logits_soft_cap=self._softcap,
-                q_data_type=self._pool.spec.dtype,
-                kv_data_type=self._pool.data.dtype,
-                seq_lens=pinned(indices.kv_lens, self._device),
-            )
+            plan(self._wrapper, self._pool, indices, pages, self._query_heads, self._scale, self._softcap)
 
     def forward(
         self,
@@ -110,8 +93,43 @@ class FlashInferAttention:
         self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), *with_sinks, out=out)
 
 
-def _wrapper(
-    pool: MHAKVCache, workspace: torch.Tensor, window_left: int, sinks: bool, buffers: FixedIndices | None
+def plan(
+    wrapper: Any,
+    pool: MHAKVCache,
+    indices: PageIndices,
+    pages: torch.Tensor,
+    query_heads: int,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Plan a step; `pages` are those of `indices`, or what will be there, on the device."""
+    spec, device = pool.spec, pool.data.device
+    wrapper.plan(
+        pinned(indices.q_starts, device),
+        pinned(indices.kv_starts, device),
+        pages,
+        pinned(indices.last_page_lens, device),
+        query_heads,
+        spec.kv_heads,
+        spec.head_dim,
+        pool.page_size,
+        causal=True,
+        window_left=_window_left(pool),
+        sm_scale=scale,
+        logits_soft_cap=softcap,
+        q_data_type=spec.dtype,
+        kv_data_type=pool.data.dtype,
+        seq_lens=pinned(indices.kv_lens, device),
+    )
+
+
+def _window_left(pool: MHAKVCache) -> int:
+    """FlashInfer counts the keys to the left of a query; ours includes the query's own."""
+    return -1 if pool.spec.window is None else pool.spec.window - 1
+
+
+def paged_wrapper(
+    pool: MHAKVCache, workspace: torch.Tensor, sinks: bool, buffers: FixedIndices | None
 ) -> Any:
     """FlashInfer's wrapper, or its variant whose run() takes the sinks, float32 [query heads], and the scale
     once more."""
@@ -141,6 +159,6 @@ def _wrapper(
         kv_data_type=pool.data.dtype,
         head_dim_qk=pool.spec.head_dim,
         head_dim_vo=pool.spec.head_dim,
-        window_left=window_left,
+        window_left=_window_left(pool),
         **fixed,
     )

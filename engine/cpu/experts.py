@@ -14,7 +14,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.layer_classes import CLAMPED, activation_of, limit_of
+from engine.layer_classes import CLAMPED, activation_of, limit_of, sharpness_of
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 
@@ -26,7 +26,7 @@ def fusible(experts: Any) -> bool:
         packable(gate_up[0])
         and packable(down[0])
         and down.shape[1] % GROUP == 0
-        and (type(experts).__name__ == CLAMPED or _is_computed(activation_of(experts)))
+        and _is_computed(activation_of(experts))
     )
 
 
@@ -116,8 +116,8 @@ def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _activation(experts: Any) -> tuple[float, float, float, float]:
     """The numbers of a module's activation function in ExpertsCall: sharpness, cubic, offset, limit."""
-    if type(experts).__name__ == CLAMPED:
-        return experts.alpha, 0.0, 1.0, experts.limit
+    if (sharpness := sharpness_of(experts)) is not None:
+        return sharpness, 0.0, 1.0, limit_of(experts)
     if isinstance(activation_of(experts), GELUTanh):
         return 2 * math.sqrt(2 / math.pi), 0.044715, 0.0, math.inf
     return 1.0, 0.0, 0.0, limit_of(experts)

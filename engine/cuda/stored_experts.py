@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
 from engine.cuda.tiles import tile_rows
-from engine.layer_classes import CLAMPED, EXPERTS, activation_of, limit_of
+from engine.layer_classes import CLAMPED, EXPERTS, activation_of, limit_of, sharpness_of
 
 
 class StoredExperts(nn.Module):
@@ -34,11 +34,10 @@ class StoredExperts(nn.Module):
         self._count = len(experts.gate_up_proj)
         self._limit: float = limit_of(experts)
         self._clamped = type(experts).__name__ == CLAMPED
+        self._alpha = sharpness_of(experts)
         if self._clamped:
-            self._alpha = experts.alpha
             self.gate_up_bias, self.down_bias = experts.gate_up_proj_bias, experts.down_proj_bias
-        else:
-            self._act: Any = activation_of(experts)
+        self._act: Any = activation_of(experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -56,16 +55,17 @@ class StoredExperts(nn.Module):
         return weighted.sum(1).to(hidden_states.dtype)
 
     def _activate(self, gate_up: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        if not self._clamped:
+        if self._clamped:
+            gate_up = gate_up + self.gate_up_bias[experts]
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
             gate, up = gate_up.chunk(2, dim=-1)
-            if self._limit < math.inf:
-                gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-            activated: torch.Tensor = self._act(gate) * up
-            return activated
-        gate_up = gate_up + self.gate_up_bias[experts]
-        gate = gate_up[..., ::2].clamp(max=self._limit)
-        up = gate_up[..., 1::2].clamp(min=-self._limit, max=self._limit)
-        return (up + 1) * gate * torch.sigmoid(gate * self._alpha)
+        if self._limit < math.inf:
+            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        if self._alpha is not None:
+            return (up + 1) * gate * torch.sigmoid(gate * self._alpha)
+        activated: torch.Tensor = self._act(gate) * up
+        return activated
 
 
 def tiles_of(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

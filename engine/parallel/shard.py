@@ -49,6 +49,9 @@ _GPT_OSS: Dimensions = {  # gates and ups alternate
 }
 _EXPERTS: Dimensions = {"experts.gate_up_proj": 1, "experts.down_proj": 2}  # of all experts
 _HUNYUAN: Dimensions = {"linear_gate.weight": 0, "self_attn.learnable_sink_param": 0}  # as published
+_BLOCKS: Dimensions = {  # as published, and by transformers' names
+    **{"index_q_proj.weight": 0, "indexer.q_proj.weight": 0, "indexer.k_proj.weight": None},
+}
 _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
@@ -85,6 +88,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "mimo_v2_flash": {**_SINKS, "self_attn.attention_sink_bias": 0},  # as published
     "minicpm3": _DEEPSEEK,
     "minimax_m2": _NORMS,
+    "minimax_m3_vl_text": _BLOCKS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
     "olmo2": _NORMS,
@@ -101,9 +105,12 @@ _KV_HEADS = "num_key_value_heads"
 _HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
 _TWICE_THE_KV_HEADS = "mimo_v2_flash"  # in layers with a window
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
+_CHOOSE_FOR_HEADS = ("index_q_proj.weight", "indexer.q_proj.weight")
+"""Of indexers whose heads choose for some heads each. Others' choose for all, and are whole in every rank."""
 _DIVIDED = (
     *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "o_groups"),
+    *("dense_intermediate_size", "shared_intermediate_size"),
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""
 
@@ -182,6 +189,8 @@ class Shard:
                 setattr(part, key, self._share(key, whole))
         if (of_layers := getattr(config, _HEADS_OF_LAYERS, None)) is not None:
             setattr(part, _HEADS_OF_LAYERS, [self._share(_HEADS_OF_LAYERS, heads) for heads in of_layers])
+        if _OF_TYPE[config.model_type] is _BLOCKS:
+            part.index_n_heads = self._repeated("index_n_heads", config.index_n_heads)
         if config.is_heterogeneous:  # Gemma 4
             part.per_layer_config = {
                 layer: {"head_dim": heads.head_dim, _KV_HEADS: self._kv_heads(heads)}
@@ -196,7 +205,11 @@ class Shard:
         """Of this part, in a config whose layers all have the same."""
         whole: int = config.num_key_value_heads
         can_repeat = "qkv_proj.weight" not in _segments(config) and config.model_type != _TWICE_THE_KV_HEADS
-        return 1 if self.size % whole == 0 and can_repeat else self._share(_KV_HEADS, whole)
+        return self._repeated(_KV_HEADS, whole) if can_repeat else self._share(_KV_HEADS, whole)
+
+    def _repeated(self, key: str, whole: int) -> int:
+        """Heads of this part. Of fewer than there are parts, each belongs to several."""
+        return 1 if self.size % whole == 0 else self._share(key, whole)
 
     def _share(self, key: str, whole: int) -> int:
         if whole % self.size:
@@ -219,7 +232,12 @@ class Shard:
                 return None
             if dim == _ONCE:
                 return AddedOnce(self.rank)
-            if own.startswith(_OF_KV_HEADS) and (heads := kv_heads[_layer(name)]) < self.size:
+            heads = self.size
+            if own.startswith(_OF_KV_HEADS):
+                heads = kv_heads[_layer(name)]
+            elif own in _CHOOSE_FOR_HEADS or longer in _CHOOSE_FOR_HEADS:
+                heads = config.index_n_heads
+            if heads < self.size:
                 return Division(dim, self.rank * heads // self.size, heads)
             return Division(dim, self.rank, self.size, segments.get(own, ()))
 

@@ -18,8 +18,10 @@ from engine.ranks.messages import OpenPools, RankSocket
 from kvcache.buffers import PoolBuffer, SharedBuffer
 from kvcache.device_memory import DeviceError, device_memory
 from kvcache.divided import SpreadKVCache
+from kvcache.indexed_pool import HeadsOfIndexedKVCache, IndexedKVCache
 from kvcache.layout import GroupSpec, rank_heads, rank_spec
-from kvcache.pool import HeadsOfKVCache, KVCache, MHAKVCache, open_pool
+from kvcache.open_pool import open_pool
+from kvcache.pool import HeadsOfKVCache, KVCache, MHAKVCache
 
 
 def own_part(pools: Mapping[str, KVCache], group: RankGroup) -> dict[str, KVCache]:
@@ -87,4 +89,7 @@ def _mapped(fd: int, nbytes: int, device: torch.device) -> PoolBuffer:
 def _heads(pool: KVCache, group: RankGroup) -> KVCache:
     assert isinstance(pool, MHAKVCache), "only keys and values have heads"
     first = pool.spec.kv_heads * group.rank // group.size
-    return HeadsOfKVCache(pool, range(first, first + rank_heads(pool.spec.kv_heads, group.size)))
+    heads = range(first, first + rank_heads(pool.spec.kv_heads, group.size))
+    if isinstance(pool, IndexedKVCache):
+        return HeadsOfIndexedKVCache(pool, heads)
+    return HeadsOfKVCache(pool, heads)

@@ -26,6 +26,7 @@ from tests.support.oracle import (
     DENSE,
     EVERY,
     HYBRID,
+    INDEXED,
     LATENT,
     SIMILAR,
     STATEFUL,
@@ -60,7 +61,8 @@ class Case(NamedTuple):
 
 
 DENSE_PAGES, DENSE_CHUNKS = (1, 16), (32, None)
-AXES = [(*LATENT, *WINDOWED, *HYBRID), (1, 16, 64), (20, 56, None), PATHS, (0, 1), ("radix", "none")]
+FAMILIES = (*LATENT, *INDEXED, *WINDOWED, *HYBRID)
+AXES = [FAMILIES, (1, 16, 64), (20, 56, None), PATHS, (0, 1), ("radix", "none")]
 
 TP_SIZES = ((1, 2), (2, 1), (2, 2))
 
@@ -122,6 +124,7 @@ SUBSET = [
     Case("gpt_oss", 16, 56, "tcp"),
     Case("llama4_text", 16, 20, "shm", overlap=1),
     Case("deepseek_v4", 16, 20, "tcp", overlap=1),
+    Case("minimax_m3_vl_text", 16, 20, "tcp", overlap=1),
     Case("qwen3_next", 16, 20, "shm", overlap=1),
     Case("qwen3_5_text", 1, 56, "mooncake"),
     Case("qwen3_5_moe_text", 64, 20, "tcp"),

@@ -43,7 +43,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     "family",
     [
         *("qwen3", "mistral_window", "gemma2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
-        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"),
+        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"),
     ],
 )
 def test_flashinfer_is_planned_so_that_tokens_equal_generate(family: str, drawn: Drawn) -> None:

@@ -24,12 +24,12 @@ from engine.batch import ForwardBatch
 from engine.errors import EngineError
 from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.support.driver import Driver, open_runner
-from tests.support.oracle import DENSE, EVERY, LATENT
+from tests.support.oracle import DENSE, EVERY, INDEXED, LATENT
 from tests.support.reference import draw_model
 from tests.support.spoilt import Spoilt, nothing
 
 FAMILIES = tuple(family for family in EVERY if family != "mistral_window")
-SHARING = (*DENSE, *LATENT)
+SHARING = (*DENSE, *LATENT, *INDEXED)
 """Families that need nothing but these pages to go on from a prefix."""
 PAGE, PAGES, TOKENS = 16, 20, 32
 _random = random.Random(11)
@@ -60,7 +60,7 @@ def swapped_in_pool(batch: ForwardBatch, pool: Pool) -> ForwardBatch:
     """What a transfer does that mixes up its destinations. Whoever has both pages does not notice."""
     if int(batch.seq_lens[0]) == len(PROMPT) + 1:
         first, other = batch.page_table[0, [1, 3]].tolist()
-        pool.data[[first, other]] = pool.data[[other, first]]
+        pool.bytes[[first, other]] = pool.bytes[[other, first]]
     return batch
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from kvcache.divided import DividedKVCache
+from kvcache.indexed_layout import IndexedKVGroupSpec
+from kvcache.indexed_pool import IndexedKVCache
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, rank_heads
 from kvcache.pool import MHAKVCache
 from kvcache.quant import KVFormat
@@ -47,6 +49,23 @@ def test_pages_are_read_and_written_as_whole_ones(parts: int, stored: KVFormat) 
     assert torch.equal(divided.read(ids), whole.bytes[ids])
     divided.write(torch.tensor([2, 4]), whole.bytes[torch.tensor([1, 3])])
     assert torch.equal(divided.read(torch.tensor([1, 2, 3, 4])), whole.bytes[torch.tensor([1, 1, 3, 3])])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_index_keys_are_whole_in_each_part(parts: int) -> None:
+    spec = IndexedKVGroupSpec((0, 1, 5), 2, 32, torch.bfloat16, index_dim=16)
+    whole, divided = shared_pool(spec, PAGES, PAGE), spread_pool(spec, parts, PAGES, PAGE)
+    assert isinstance(whole, IndexedKVCache)
+    whole.bytes.copy_(torch.randint(0, 256, whole.bytes.shape, dtype=torch.uint8))
+    ids = torch.tensor([3, 1, 6])
+    divided.write(ids, whole.bytes[ids])
+    assert torch.equal(divided.read(ids), whole.bytes[ids])
+    for number, part in enumerate(divided.parts):
+        assert isinstance(part, IndexedKVCache)
+        assert part.index.view(torch.uint8)[ids].equal(whole.index.view(torch.uint8)[ids])
+        first = 2 * number // parts
+        own = whole.data[:, :, :, first : first + rank_heads(2, parts)]
+        assert part.data.view(torch.uint8)[ids].equal(own.contiguous().view(torch.uint8)[ids])
 
 
 def test_pages_go_to_the_host_and_back() -> None:

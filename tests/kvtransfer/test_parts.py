@@ -15,10 +15,12 @@ import torch
 from common.errors import TransferError
 from common.host import host_identity
 from kvcache.divided import pool_of_parts
+from kvcache.indexed_layout import IndexedKVGroupSpec
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, rank_spec
+from kvcache.open_pool import open_pool
 from kvcache.page_parts import PageParts
 from kvcache.page_runs import as_pages
-from kvcache.pool import KVCache, open_pool
+from kvcache.pool import KVCache
 from kvcache.quant import KVFormat
 from kvtransfer.cuda_ipc import CudaIpcSender
 from kvtransfer.frames import PoolInfo
@@ -39,6 +41,7 @@ HEADS = KVGroupSpec((0, 1, 4), 4, 16, torch.bfloat16)
 FEW_HEADS = replace(HEADS, kv_heads=2)
 FP8 = replace(HEADS, head_dim=32, stored=KVFormat.FP8_E4M3)
 LATENTS = LatentGroupSpec((0, 1), kv_lora_rank=16, rope_dim=8, dtype=torch.bfloat16)
+INDEXED = IndexedKVGroupSpec((0, 1, 4), 4, 16, torch.bfloat16, index_dim=24)
 LARGE = KVGroupSpec((0, 1), 8, 2048, torch.float32)  # the parts of four ranks are written directly, too
 GPUS = [f"{number:032x}" for number in range(4)]
 
@@ -100,7 +103,9 @@ def send(backend: str, spec: GroupSpec, here: GroupRegion, receiver: PoolReceive
 RANKS = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
 
 
-@pytest.mark.parametrize("spec", [HEADS, FEW_HEADS, FP8, LATENTS], ids=["heads", "few", "fp8", "latents"])
+@pytest.mark.parametrize(
+    "spec", [HEADS, FEW_HEADS, FP8, LATENTS, INDEXED], ids=["heads", "few", "fp8", "latents", "indexed"]
+)
 @pytest.mark.parametrize(("here", "there"), RANKS)
 def test_between_gpus(spec: GroupSpec, here: int, there: int) -> None:
     ours, theirs = StandInDriver(GPUS), StandInDriver(GPUS)
@@ -125,6 +130,7 @@ def test_between_gpus(spec: GroupSpec, here: int, there: int) -> None:
         pytest.param("tcp", LARGE, 2, 4, id="tcp-large"),
         pytest.param("tcp", HEADS, 4, 1, id="tcp-small"),
         pytest.param("tcp", LATENTS, 1, 2, id="tcp-latents"),
+        pytest.param("tcp", INDEXED, 4, 2, id="tcp-indexed"),
     ],
 )
 def test_over_the_network(

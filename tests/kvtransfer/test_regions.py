@@ -7,6 +7,7 @@ import torch
 from kvcache.config import CacheConfig
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor
 from kvcache.memory import build_memory
+from kvcache.page_parts import PageParts
 from kvtransfer.region import pool_regions
 from kvtransfer.select import open_receiver
 from tests.kvtransfer.peers import SHORT
@@ -30,7 +31,7 @@ def test_every_group_with_bytes_has_a_region_of_its_own() -> None:
                 pool.page_bytes,
             )
             assert region.num_pages == memory.allocators[spec.name].num_pages + 1
-            assert region.page_parts == (4 if spec is WINDOW else 1, 1, 1), "K and V of both layers"
+            assert region.page_parts == PageParts(4 if spec is WINDOW else 1), "K and V of both layers"
         assert regions["state"].page_bytes == STATE.page_bytes(16)
         assert regions["latent"].page_bytes == 16 * 20 * 2
 

@@ -25,7 +25,8 @@ from engine.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
 from kvcache.layout import StateGroupSpec
-from kvcache.pool import MambaPool, MHAKVCache, open_pool
+from kvcache.open_pool import open_pool
+from kvcache.pool import MambaPool, MHAKVCache
 from wire.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)

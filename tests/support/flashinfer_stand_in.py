@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from engine.backends.block_flashinfer import FlashInferBlockAttention
 from engine.backends.choose import layers_over
 from engine.backends.compressed_triton import TritonCompressedAttention
 from engine.backends.flashinfer import FlashInferAttention
@@ -24,6 +25,7 @@ from engine.config import EngineConfig
 from engine.loader import LoadedModel, load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
+from kvcache.indexed_pool import IndexedKVCache
 from kvcache.pool import EntryKVCache
 from tests.support.driver import pools_of
 from tests.support.flashinfer_record import function_signature, signature
@@ -364,6 +366,9 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
                 if top is None
                 else FlashInferSparseAttention(pool, heads, scale, top, has_sinks=first.sinks)
             )
+        elif isinstance(pool, IndexedKVCache):
+            choice = next(layer.blocks for layer in facts if layer.blocks is not None)
+            built["full"] = FlashInferBlockAttention(pool, first.query_heads, first.scale, choice)
         else:
             sinks = any(layer.sinks for layer in facts)
             built[group.kind] = FlashInferAttention(

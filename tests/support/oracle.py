@@ -12,6 +12,8 @@ from tests.support import tiny_configs
 
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "qwen2_moe")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+INDEXED = ("minimax_m3_vl_text",)
+"""Families whose pages have index keys beside keys and values."""
 WINDOWED = (
     *("mistral_window", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v4"),
 )
@@ -20,7 +22,7 @@ HYBRID = (
     *("lfm2", "lfm3"),
 )
 """Families with a state group."""
-EVERY = (*DENSE, *LATENT, *WINDOWED, *HYBRID)
+EVERY = (*DENSE, *LATENT, *INDEXED, *WINDOWED, *HYBRID)
 SIMILAR = tuple(sorted({**tiny_configs.SIMILAR, "seed_oss": None}))
 """Families whose memory and attention are those of one in EVERY."""
 STATEFUL = (*HYBRID, "granitemoehybrid", "lfm2_moe")

@@ -411,6 +411,27 @@ def _deepseek_v4(draw: ShapeDraw) -> Keys:
     }
 
 
+def _minimax_m3(draw: ShapeDraw) -> Keys:
+    """Blocks of any size, and indexers with heads for one query head or several."""
+    rng, experts = draw.rng, draw.experts("num_local_experts")
+    top = rng.choice([1, 2, 3, 100])
+    return {
+        "num_local_experts": experts["num_local_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "dense_intermediate_size": 8 * rng.randrange(2, 8),
+        "shared_intermediate_size": 8 * rng.randrange(2, 6),
+        "swiglu_limit": rng.choice([0.5, 7.0]),
+        "layer_types": [rng.choice(["full_attention", "minimax_m3_sparse"]) for _ in range(draw.layers)],
+        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(draw.layers)],
+        "index_n_heads": rng.choice([n for n in (1, 2, 3, 4, 6) if draw.heads % n == 0]),
+        "index_head_dim": rng.choice([draw.head_dim, 2 * draw.head_dim, 16, 24]),
+        "index_block_size": rng.choice([4, 6, 16, 32]),
+        "index_topk_blocks": top,
+        "index_local_blocks": rng.randrange(min(top, 3) + 1),
+        "rope_parameters": {**draw.rope(), "partial_rotary_factor": rng.choice([0.5, 1.0])},
+    }
+
+
 def _bailing(draw: ShapeDraw) -> Keys:
     """Its delta attention has the heads of its config."""
     keys = _kimi_linear(draw)
@@ -450,6 +471,7 @@ SHAPES = {
     "llama4_text": _llama4,
     "kimi_linear": _kimi_linear,
     "deepseek_v4": _deepseek_v4,
+    "minimax_m3_vl_text": _minimax_m3,
     "bailing_hybrid": _bailing,
 }
 """model_type -> the keys beside those that all have."""

@@ -21,7 +21,8 @@ from kvcache.buffers import PoolBuffer, allocate_shared
 from kvcache.device_memory import allocate_exported
 from kvcache.divided import SpreadKVCache, pool_of_parts
 from kvcache.layout import GroupSpec, KVGroupSpec, rank_spec
-from kvcache.pool import KVCache, open_pool
+from kvcache.open_pool import open_pool
+from kvcache.pool import KVCache
 from tests.harness.fork import ForkedProgram, Passed
 
 TIMEOUT_S = 30.0

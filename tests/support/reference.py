@@ -92,7 +92,8 @@ def index_margins(model: Any) -> Iterator[list[float]]:
         if k < scores.shape[-1]:
             best = topk(scores, k + 1).values
             masked = torch.finfo(scores.dtype).min / 2  # of one kind of mask or the other
-            spread = scores.masked_fill(scores < masked, torch.nan).nan_to_num().std(-1)
+            hidden = (scores < masked) | (scores == torch.inf)  # blocks that are chosen in any case
+            spread = scores.masked_fill(hidden, torch.nan).nan_to_num().std(-1)
             best = best.masked_fill(best < masked, -torch.inf)
             clear = (best[..., -2] - best[..., -1]) / spread
             margins.append(float(clear.nan_to_num(torch.inf).min()) * MIN_MARGIN / MIN_INDEX_MARGIN)
@@ -112,7 +113,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
 
 _NOT_FILLED_UP = (
     *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
-    *("llama4_text", "deepseek_v4", "axk2", "hy_v4"),
+    *("llama4_text", "deepseek_v4", "axk2", "hy_v4", "minimax_m3_vl_text"),
 )
 """What fills a prompt up changes the states of these models, or the positions by which Llama 4 scales, or
 what DeepSeek-V4's entries are made of, or what the margins of an indexer are of. Only neighbours of one

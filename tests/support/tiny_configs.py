@@ -65,6 +65,7 @@ from transformers import (
     MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
+    MiniMaxM3VLTextConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral4Config,
@@ -112,6 +113,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -376,6 +378,21 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
     "bailing_hybrid": lambda: BailingHybridConfig(
         **_without("num_hidden_layers", "num_key_value_heads"), **_LATENTS_AND_STATES
     ),
+    "minimax_m3_vl_text": lambda: MiniMaxM3VLTextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "intermediate_size": 32},
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=2.0,
+        rope_parameters=_HALF_ROTARY,
+        layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=16,
+        index_topk_blocks=2,
+    ),
     "deepseek_v4": lambda: DeepseekV4Config(
         **{**COMMON, "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 32},
         moe_intermediate_size=32,
@@ -436,8 +453,6 @@ _GRANITE_SWA = {
     **_GRANITE,
     "layer_rope_theta": [10000.0, 0, 10000.0, 500.0],  # 0: positions are not told
 }
-_HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**{**COMMON, "tie_word_embeddings": True}),
     "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(

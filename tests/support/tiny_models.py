@@ -21,8 +21,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from engine.published_names import register_names
 from tests.support.tiny_configs import COMMON, FAMILIES, MIXED, SIMILAR, VOCAB_SIZE
 
+register_names()
 # transformers leaves it out, and takes no class of its own without `exist_ok`.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
@@ -79,6 +81,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.add_(centre)
             if name.endswith(_SHARP) or (centre == 0 and name.endswith(("q_norm.weight", "k_norm.weight"))):
                 parameter.add_(1.0)
+            if centre == 0 and name.endswith(("indexer.q_norm.weight", "indexer.k_norm.weight")):
+                parameter.mul_(2.0)  # MiniMax-M3's choices depend on the order of its norms' weights
             if parameter.ndim > 1 and ".layers." in name:
                 parameter.mul_(2.0)
             if parameter.ndim == 3 and "conv" in name:

@@ -29,6 +29,7 @@ WIDE = (
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
+    "minimax_m3_vl_text",
     "kimi_linear",
     "qwen3_next",
 )
@@ -53,6 +54,8 @@ def make_wide(family: str, directory: Path, seed: int) -> Path:
         config.head_dim, config.index_head_dim = 512, 128
         for rope in config.rope_parameters.values():
             rope["partial_rotary_factor"] = 64 / 512
+    elif family == "minimax_m3_vl_text":
+        config.head_dim = config.index_head_dim = 64
     elif family == "mimo_v2_flash":
         config.head_dim, config.v_head_dim = 96, 64
     else:

@@ -67,10 +67,14 @@ def test_tokens_equal_generate_however_they_are_computed(options: dict[str, Any]
 
 @pytest.mark.oracle_full
 @pytest.mark.parametrize(
-    ("family", "divided"), [("qwen2", False), ("qwen2", True), ("minimax_m2", False), ("gemma4_text", True)]
+    ("family", "divided"),
+    [
+        *(("qwen2", False), ("qwen2", True), ("minimax_m2", False), ("gemma4_text", True)),
+        *(("minimax_m3_vl_text", False), ("minimax_m3_vl_text", True)),
+    ],
 )
 def test_fewer_kv_heads_than_ranks(family: str, divided: bool, drawn: Drawn) -> None:
-    """Each of the two belongs to two of the ranks; so do MiniMax's weights of norms."""
+    """Each of the two belongs to two of the ranks; so do MiniMax's weights of norms and index heads."""
     check_tokens(*drawn(family), size=4, divided=divided)
 
 

@@ -1,0 +1,98 @@
+"""Block-sparse attention on CPUs: torch chooses blocks, and the C++ op attends to them where they are.
+
+Each KV head of each query is a sequence of its own to the op, whose pages are tiles of one head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.backends.block_limits import check_blocks
+from engine.backends.block_reference import block_scores
+from engine.backends.query_blocks import query_blocks
+from engine.batch import ForwardBatch
+from engine.block_choice import BlockChoice, BlockInputs
+from engine.cpu.attention import CpuAttention
+from kvcache.indexed_pool import HeadsAsPages, IndexedKVCache
+
+
+class CpuBlockAttention(CpuAttention):
+    """An AttentionBackend and AttendsBlocks. A step without a context that is longer than what a query sees
+    is attended to like any other."""
+
+    def __init__(self, pool: IndexedKVCache, query_heads: int, scale: float, choice: BlockChoice) -> None:
+        """Raises KernelsUnavailable as CpuAttention does, and BackendUnavailable as check_blocks does."""
+        super().__init__(pool, query_heads, scale)
+        check_blocks(pool, choice)
+        self._indexed = pool
+        self._choice = choice
+        self._tiles = HeadsAsPages(pool)
+        self._of_tiles = CpuAttention(self._tiles, query_heads // choice.heads, scale)
+        self._batch: ForwardBatch | None = None
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        super().prepare(batch)
+        self._batch = batch
+        self._slots = torch.from_numpy(batch.out_slots)
+        self._sees_all = self._choice.holds(int(batch.seq_lens.max(initial=0)))
+
+    def attend_blocks(
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        index: BlockInputs,
+    ) -> None:
+        page_size = self._indexed.page_size
+        self._indexed.write_index(place, self._slots // page_size, self._slots % page_size, index.k)
+        if self._sees_all:
+            self.forward(place, q, k_new, v_new, out)
+            return
+        heads, dim = k_new.shape[1:]
+        self._of_tiles.prepare(self._tile_batch(self._chosen_tiles(place, index), heads))
+        of_groups, attended = (x.reshape(len(x) * heads, -1, dim) for x in (q, out))
+        k, v = (x.reshape(-1, 1, dim) for x in (k_new, v_new))
+        self._of_tiles.forward(place * self._tiles.tiles_of_layer, of_groups, k, v, attended)
+
+    def _chosen_tiles(self, place: int, index: BlockInputs) -> np.ndarray:
+        """int32 [T x heads, pages]: the tiles of each head's blocks, one after the other."""
+        assert self._batch is not None
+        page_size, choice = self._indexed.page_size, self._choice
+        pages_of_block = torch.arange(choice.tokens // page_size)
+        heads = torch.arange(index.q.shape[1])[:, None, None]
+        most = choice.top * len(pages_of_block)
+        tiles = torch.zeros(*index.q.shape[:2], most, dtype=torch.int32)
+        starts = self._batch.starts().tolist()
+        for i, length in enumerate(self._batch.seq_lens.tolist()):
+            pages = torch.from_numpy(self._batch.page_table[i, : -(-length // page_size)]).long()
+            keys = self._indexed.index[pages, place].flatten(0, 1)[:length].float()
+            new = starts[i + 1] - starts[i]
+            for block in query_blocks(new, len(heads) * length):
+                queries = slice(starts[i] + block.start, starts[i] + block.stop)
+                positions = torch.arange(block.start, block.stop) + length - new
+                scores = block_scores(index.q[queries].float(), keys, positions, choice.tokens)
+                chosen = choice.choose(scores, positions // choice.tokens)
+                numbers = chosen[..., None] * len(pages_of_block) + pages_of_block
+                # Those past the end are not read.
+                found = pages[numbers.clamp(max=len(pages) - 1)] * self._tiles.tiles_of_page + heads
+                tiles[queries, :, : found.shape[2] * found.shape[3]] = found.flatten(2).int()
+        return tiles.flatten(0, 1).numpy()
+
+    def _tile_batch(self, tiles: np.ndarray, heads: int) -> ForwardBatch:
+        batch, page_size = self._batch, self._indexed.page_size
+        assert batch is not None
+        pages, offsets = np.divmod(batch.out_slots, page_size)
+        of_heads = pages[:, None] * self._tiles.tiles_of_page + np.arange(heads)
+        seen = self._choice.tokens_seen(batch.positions)
+        return replace(
+            batch,
+            q_lens=np.ones(len(tiles), np.int32),
+            seq_lens=np.repeat(seen, heads),
+            out_slots=(of_heads * page_size + offsets[:, None]).ravel(),
+            page_table=tiles,
+        )
