@@ -21,6 +21,7 @@ from router.text.tool_formats import (
     hermes,
     kimi,
     llama3,
+    minimax_m3,
     mistral,
     pythonic,
     xml,
@@ -74,6 +75,7 @@ _SEED = ToolFormat(partial(xml.read, xml.SEED), xml.SEED.markers, (xml.SEED.call
 _MINIMAX = ToolFormat(
     partial(xml.read, xml.MINIMAX), xml.MINIMAX.markers, (xml.MINIMAX.call[0],), xml_syntax.MINIMAX_SYNTAX
 )
+_MINIMAX_M3 = ToolFormat(minimax_m3.read, minimax_m3.MARKERS, minimax_m3.MARKERS)
 _GLM = ToolFormat(
     partial(xml.read, xml.GLM),
     xml.GLM.markers,
@@ -84,7 +86,7 @@ _GLM = ToolFormat(
 
 _TOOL_FORMATS = (
     _DEEPSEEK_V4, _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK, _KIMI, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC,
-    _SEED, _MINIMAX, _QWEN_CODER, _GLM, _GEMMA4, _LLAMA3, _HERMES,
+    _SEED, _MINIMAX, _MINIMAX_M3, _QWEN_CODER, _GLM, _GEMMA4, _LLAMA3, _HERMES,
 )  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
 
@@ -103,6 +105,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
         "seed_oss": _SEED,
         **dict.fromkeys(("minimax_m2", "minimax-m2"), _MINIMAX),
+        **dict.fromkeys(("minimax_m3", "minimax-m3"), _MINIMAX_M3),
         **dict.fromkeys(("glm45", "glm47", "glm"), _GLM),
         **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2"), _PYTHONIC),
     }
@@ -115,7 +118,8 @@ _MISTRAL_THINK = ReasoningTags("[THINK]", "[/THINK]")
 _KIMI_THINK = ReasoningTags("◁think▷", "◁/think▷")
 _SEED_THINK = ReasoningTags("<seed:think>", "</seed:think>", budget="<seed:cot_budget_reflect>")
 _GEMMA4_THINK = ReasoningTags("<|channel>", "<channel|>", label="thought")
-_FAMILIES = (_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK, _GEMMA4_THINK)
+_MINIMAX_THINK = ReasoningTags("<mm:think>", "</mm:think>")
+_FAMILIES = (_THINK, _MINIMAX_THINK, _MISTRAL_THINK, _KIMI_THINK, _SEED_THINK, _GEMMA4_THINK)
 
 REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
     {
@@ -130,6 +134,7 @@ REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
         **dict.fromkeys(("mistral", "magistral"), _MISTRAL_THINK),
         "gemma4": _GEMMA4_THINK,
         "kimi": _KIMI_THINK,
+        **dict.fromkeys(("minimax_m3", "minimax-m3"), _MINIMAX_THINK),
         "seed_oss": _SEED_THINK,
     }
 )

@@ -21,9 +21,15 @@ from router.text.messages import with_parsed_arguments
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
 from router.text.output_source import Source
-from router.text.tool_formats import gemma4, pythonic
+from router.text.tool_formats import gemma4, minimax_m3, pythonic
 
-SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "o": {"type": "object"}}}
+SCHEMA = {
+    "properties": {
+        **{"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "o": {"type": "object"}},
+        "l": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "string"}}]},
+        "p": {"properties": {"q": {"type": "string"}}, "additionalProperties": {"items": {"type": "number"}}},
+    }
+}
 NAMES: dict[str, dict[str, Any]] = {"f": SCHEMA, "g": {}}
 Found = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 
@@ -100,6 +106,14 @@ M_F = """<invoke name="f">
 <parameter name="o">{"x": [1]}</parameter>
 </invoke>
 """
+
+
+def m3(*tags: str) -> str:
+    """With MiniMax-M3's mark before each tag."""
+    return "".join(minimax_m3.MARK + tag if tag.startswith("<") else tag for tag in tags)
+
+
+M3_F = m3('<invoke name="f">', "<s>7", "</s>", "<n>42", "</n>", '<o>{"x": [1]}', "</o>", "</invoke>")
 M_ARGUMENTS = '{"s": "1\\n2", "n": null, "o": {"x": [1]}}'
 G4_F, G4_G = "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:g{}<tool_call|>"
 NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
@@ -261,6 +275,31 @@ CASES: list[tuple[str, str, Found]] = [
     ),
     ("minimax_m2", '<minimax:tool_call><invoke name="g"></invoke></minimax:tool_call>', ("", "", [G])),
     ("minimax_m2", f"{M_F}", ("", "", [("f", M_ARGUMENTS)])),
+    (
+        "minimax_m3",
+        "Hm.\n"
+        + m3("<tool_call>", "\n", M3_F, "\n", '<invoke name="g">', "</invoke>", "\n", "</tool_call>")
+        + "\nSo.",
+        ("", "Hm.So.", [("f", '{"s": "7", "n": 42, "o": {"x": [1]}}'), G]),
+    ),
+    ("minimax_m3", m3('<invoke name="g">', "\n", "</invoke>"), ("", "", [G])),
+    *(
+        ("minimax_m3", m3('<invoke name="f">', *tags, "</invoke>"), ("", "", [("f", said)]))
+        for tags, said in (
+            (["<s> 1 ", "</s>", "\n", "<a>é", "</a>"], '{"s": " 1 ", "a": "é"}'),
+            (["<s>if a <b> and</c>\n", "</s>"], '{"s": "if a <b> and</c>\\n"}'),
+            (["<n>null", "</n>", "<o>", "\n", "</o>"], '{"n": null, "o": {}}'),
+            (["<o>", "\n", "<k>1", "</k>", "\n", "<l>x", "</l>", "</o>"], '{"o": {"k": 1, "l": "x"}}'),
+            (["<a>1", "</a>", "<n>2", "</n>", "<a>x", "</a>"], '{"a": [1, "x"], "n": 2}'),
+            (["<a>", "<item>1", "</item>", "<item>x", "</item>", "</a>"], '{"a": [1, "x"]}'),
+            (["<o>", "<item>1", "</item>", "</o>"], '{"o": {"item": 1}}'),
+            (["<l>", "<e>1", "</e>", "</l>"], '{"l": ["1"]}'),
+            (["<l>", "</l>", "<m>", "</m>"], '{"l": [], "m": ""}'),
+            (["<l>[1]", "</l>"], '{"l": [1]}'),
+            (["<l>1", "</l>", "<l>2", "</l>"], '{"l": ["1", "2"]}'),
+            (["<p>", "<q>1", "</q>", "<r>", "<e>1", "</e>", "</r>", "</p>"], '{"p": {"q": "1", "r": [1]}}'),
+        )
+    ),
     ("glm45", "Hm. <tool_call>g</tool_call>\n<tool_call>g\n</tool_call>", ("", "Hm.", [G, G])),
     (
         "glm45",
@@ -321,6 +360,18 @@ CASES: list[tuple[str, str, Found]] = [
             ("minimax_m2", "<minimax:tool_call>\nf</minimax:tool_call>"),
             ("minimax_m2", "<minimax:tool_call>\n<invoke name=f>"),
             ("minimax_m2", '<invoke name="f">\n<parameter name="a">1'),
+            ("minimax_m3", m3("<tool_call>", "\nf", "</tool_call>")),
+            ("minimax_m3", m3("<invoke name='f'>")),
+            ("minimax_m3", m3('<invoke name="f">', "<a>1", "</b>", "</invoke>")),
+            ("minimax_m3", m3('<invoke name="f">', "oops", "</invoke>")),
+            ("minimax_m3", m3('<invoke name="f">', "<a>x", "<b>1", "</b>", "</a>", "</invoke>")),
+            ("minimax_m3", m3('<invoke name="f">', "<a>1", "</a>")),
+            ("minimax_m3", m3('<invoke name="f">', "<>1", "</>", "</invoke>")),
+            ("minimax_m3", m3('<invoke name="f">', *["<a>"] * 64, *["</a>"] * 64, "</invoke>")),
+            (
+                "minimax_m3",
+                m3('<invoke name="f">', *["<a>"] * 40, "[" * 30 + "]" * 30, *["</a>"] * 40, "</invoke>"),
+            ),
             ("glm45", "<tool_call>\n</tool_call>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>oops"),
             ("gemma4", "<|tool_call>f{}"),
