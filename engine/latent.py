@@ -88,18 +88,34 @@ class LatentAttention(nn.Module):
         """`queries` are those of _queries(). `gates`, [T, heads, v_dim] or what becomes that, multiply what
         the heads return."""
         q_nope, q_rope = queries
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
-        latent = self.kv_a_layernorm(latent)[0]
-        q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], angles)
-        q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
-        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-        backend, place = paged.latent_of_layer[self.layer_idx]
-        backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out, self.sinks)
-        values = torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)  # [T, heads, v_dim]
+        latent, k_rope = self._latents(hidden_states)
+        q_rope, k_rope = self._rotate(q_rope, k_rope, angles)
+        values = self._values(self.layer_idx, q_nope, q_rope, latent, k_rope, paged)
         if gates is not None:
             values = (values * gates).to(values.dtype)
         result: torch.Tensor = self.o_proj(values.flatten(1)[None])
         return result
+
+    def _latents(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed latents [T, rank], and [1, 1, T, rope_dim] before rotation."""
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
+        return self.kv_a_layernorm(latent)[0], k_rope[:, None]
+
+    def _values(
+        self,
+        layer: int,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        paged: PagedLayers,
+    ) -> torch.Tensor:
+        """What heads return that attend to the latents of a layer, [T, heads, v_dim]."""
+        q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        backend, place = paged.latent_of_layer[layer]
+        backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out, self.sinks)
+        return torch.bmm(out.transpose(0, 1), self.w_uv).transpose(0, 1)
 
     def _compressed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the queries are linear functions of, [1, T, n]."""
@@ -178,12 +194,19 @@ class Indexer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any) -> IndexInputs:
         """hidden_states [1, T, hidden]; compressed [1, T, q_lora_rank], as the queries have it."""
+        return self.rotated(self.unrotated(hidden_states, compressed), angles)
+
+    def unrotated(self, hidden_states: torch.Tensor, compressed: torch.Tensor) -> IndexInputs:
+        """q [1, heads, T, dim], k [1, 1, T, dim] and weights [1, T, heads]."""
         q = self.wq_b(compressed).unflatten(-1, (self._heads, self._dim)).transpose(1, 2)
         normed = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype))  # may be in float32
-        k = normed.to(hidden_states.dtype)[:, None]  # [1, 1, T, dim]
-        part = self._rotated
-        q[..., part], k[..., part] = self._rotate(q[..., part], k[..., part], angles)
         weights = self.weights_proj(hidden_states.to(self._weights_dtype)).float() * self._scale
+        return IndexInputs(q, normed.to(hidden_states.dtype)[:, None], weights)
+
+    def rotated(self, inputs: IndexInputs, angles: Any) -> IndexInputs:
+        """What unrotated() returns, rotated in place and in the shapes of IndexInputs."""
+        (q, k, weights), part = inputs, self._rotated
+        q[..., part], k[..., part] = self._rotate(q[..., part], k[..., part], angles)
         return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
 
 

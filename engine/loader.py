@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig
@@ -41,6 +40,7 @@ from engine.published_names import register_names
 from engine.replacement_table import apply_replacements
 from engine.row_widths import fitted
 from engine.spec import ModelSpec
+from engine.text_models import causal_class
 from engine.text_part import text_part, text_weights
 from kvcache.layout import stored_as
 from kvcache.quant import KVFormat
@@ -84,7 +84,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     shard = None if group is None else Shard(group.rank, group.size)
     samples = WeightSamples()
     model = _read(
-        getattr(transformers, family.architecture),
+        causal_class(family.architecture),
         config,
         hf_config,
         dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -11,6 +11,8 @@ from torch.nn import functional
 from engine.attention_chunks import AttentionChunks
 from engine.batch import ForwardBatch, ReadRows
 from kvcache.layout import GroupSpec, KVGroupSpec
+
+Value = TypeVar("Value")
 
 
 class DecoderOutput(NamedTuple):
@@ -247,20 +249,21 @@ class PagedLayers:
             if (backend := backends.get(group.kind)) is not None
             for place, layer in enumerate(group.layer_ids)
         }
-        self.of_layer |= {layer: self.of_layer[own] for layer, own in self._shared.items()}
+        self.of_layer |= _also_of(self.of_layer, self._shared)
         self.width_of_layer = {  # values of a key in a page (engine/row_widths.py)
             layer: group.head_dim
             for group in groups
             if isinstance(group, KVGroupSpec)
             for layer in group.layer_ids
         }
-        self.width_of_layer |= {layer: self.width_of_layer[own] for layer, own in self._shared.items()}
+        self.width_of_layer |= _also_of(self.width_of_layer, self._shared)
         self.latent_of_layer: dict[int, tuple[LatentBackend, int]] = {
             layer: (latent, place)
             for group in groups
             if latent is not None and group.kind == "latent"
             for place, layer in enumerate(group.layer_ids)
         }
+        self.latent_of_layer |= _also_of(self.latent_of_layer, self._shared)
 
     def filled_up(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., width of a layer's rows], zeros behind the D values (engine/row_widths.py)."""
@@ -316,3 +319,8 @@ class PagedLayers:
         self.reads = batch.read_rows()
         if self.tail is not None and self.reads is not None and len(self.reads.rows):
             self.tail.prepare(batch.only(self.reads))
+
+
+def _also_of(of_layer: Mapping[int, Value], shared: Mapping[int, int]) -> dict[int, Value]:
+    """What layers have that share another's, of those layers that have it themselves."""
+    return {layer: of_layer[own] for layer, own in shared.items() if own in of_layer}

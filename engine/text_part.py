@@ -1,5 +1,5 @@
 """The text part of a checkpoint that takes images, too: Gemma 3 and 4, Llama 4, MiniMax-M3,
-Mistral Small 3, Qwen 3.5, Kimi K2.5.
+Mistral Small 3 and Large 4, Qwen 3.5, Kimi K2.5.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
 """
@@ -21,6 +21,7 @@ _ARCHITECTURES = {
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration",),
     "llama4": ("Llama4ForConditionalGeneration",),
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration",),
     "mistral3": ("Mistral3ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration",),
@@ -37,6 +38,8 @@ _NAMES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
+    **{"tok_embeddings.": "model.embed_tokens.", "output.": "lm_head."},  # Mistral Large 4
+    **{"layers.": "model.layers.", "norm.": "model.norm.", "lerope.": "model.rotary_emb."},
 }
 """How names of the text part's weights begin, in published files and in those of transformers -> in a model
 of text alone."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
-from engine.families.heads import divide_logits, widen_inputs
+from engine.families.heads import cap_logits, divide_logits, widen_inputs
 from engine.latent import (
     GatedSparseLatentAttention,
     HunyuanLatentAttention,
@@ -21,6 +21,7 @@ from engine.latent import (
     SharingLatentAttention,
     SparseLatentAttention,
 )
+from engine.mistral_large import MistralLargeAttention
 from kvcache.layout import LatentGroupSpec
 
 _V2_ROUTING = ("greedy", "group_limited_greedy")
@@ -69,6 +70,10 @@ def _check_v3(config: Any) -> None:
 
 def _check_sparse(config: Any) -> None:
     _check_v3(config)
+    _check_indexers(config)
+
+
+def _check_indexers(config: Any) -> None:
     kinds = getattr(config, "indexer_types", None) or ["full"]
     if kinds[0] != "full":
         raise UnsupportedModel(
@@ -164,6 +169,46 @@ def _prepare_glm(model: nn.Module) -> None:
     absorb(model, SharingLatentAttention, rotate_pairs, rotate_pairs)
 
 
+def _mistral_large_groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
+    """A layer that reads another's latents has rows if it has an indexer, whose keys are in them."""
+    read = _mistral_large_shared(config)
+    layers = tuple(layer for layer in range(config.num_hidden_layers) if layer not in read)
+    return (replace(latent_group(config, dtypes, layers), index_dim=config.index_head_dim),)
+
+
+def _mistral_large_shared(config: Any) -> dict[int, int]:
+    return {
+        layer: source
+        for layer, source in enumerate(config.kv_source_layers)
+        if source != layer and config.indexer_types[layer] == "shared"
+    }
+
+
+def _check_mistral_large(config: Any) -> None:
+    """Raises UnsupportedModel for a layer that would read other latents than transformers gives it: those of
+    the last layer of its kind that is read."""
+    _check(config)
+    _check_indexers(config)
+    last: dict[int, int] = {}
+    for layer, source in enumerate(config.kv_source_layers):
+        kind = config.no_rope_layers[layer]
+        if layer in config.kv_source_layers[layer + 1 :]:
+            last[kind] = layer
+        if source != layer and last.get(kind) != source:
+            raise UnsupportedModel(
+                f"layer {layer} reads the latents of layer {source} by config.json, not the last one of its "
+                "kind that is read",
+                "use another checkpoint",
+            )
+
+
+def _prepare_mistral_large(model: nn.Module) -> None:
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        layer.self_attn = MistralLargeAttention(layer.self_attn, rotate_pairs)
+    cap_logits(model)
+
+
 _LATENT = frozenset({"kv_lora_rank"})
 _SPARSE = _LATENT | {"index_topk"}
 _INDEXED = frozenset({"indexed_attention"})
@@ -192,6 +237,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral4": Family(
         "Mistral4ForCausalLM", _groups, allows=_LATENT, check=_check_scaled, prepare=_prepare_scaled
+    ),
+    "mistral_large4_text": Family(
+        "MistralLarge4ForCausalLM",
+        _mistral_large_groups,
+        _INDEXED,
+        _SPARSE | {"final_logit_softcapping"},
+        _check_mistral_large,
+        _prepare_mistral_large,
+        shared=_mistral_large_shared,
     ),
     "youtu": Family("YoutuForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3),
 }

@@ -53,6 +53,10 @@ _BLOCKS: Dimensions = {  # as published, and by transformers' names
     **{"index_q_proj.weight": 0, "indexer.q_proj.weight": 0, "indexer.k_proj.weight": None},
 }
 _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
+_MISTRAL_LARGE: Dimensions = {  # as published
+    **{"attention.wq.weight": 0, "wkv_b.weight": 0, "attention.wo.weight": 1},
+    **{"attention.ssmax_scaling.s": 0, "attention.ssmax_scaling.b": 0},
+}
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
@@ -90,6 +94,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "minimax_m2": _NORMS,
     "minimax_m3_vl_text": _BLOCKS,
     "mistral4": {**_DEEPSEEK, **_EXPERTS},
+    "mistral_large4_text": _MISTRAL_LARGE,
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
     "olmo2": _NORMS,
     "olmo3": _NORMS,

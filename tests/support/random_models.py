@@ -17,7 +17,16 @@ _WITHOUT_HEAD_DIM = (
     *("apertus", "axk1", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe"),
     *("flex_olmo", "hy_v4", "minicpm3"),
     *("falcon_h1", "glm4_moe_lite", "glm_moe_dsa", "granite", "granite_swa", "granitemoe"),
-    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "lfm2", "lfm2_moe", "mistral4", "nanochat"),
+    *(
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "lfm2",
+        "lfm2_moe",
+        "mistral4",
+        "nanochat",
+        "mistral_large4_text",
+    ),
     *("olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
 )
 

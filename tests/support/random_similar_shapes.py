@@ -254,6 +254,26 @@ def _mistral4(draw: ShapeDraw) -> Keys:
     }
 
 
+def _mistral_large(draw: ShapeDraw) -> Keys:
+    """A layer may read the latents of the last one of its kind that has some."""
+    rng, keys = draw.rng, _glm_moe_dsa(draw)
+    for other in ("q_lora_rank", "norm_topk_prob", "attention_bias"):
+        del keys[other]
+    rotates = [rng.choice([0, 1, 1]) for _ in range(draw.layers)]
+    sources: list[int] = []
+    last: dict[int, int] = {}
+    for layer, kind in enumerate(rotates):
+        if kind not in last or draw.flag():
+            last[kind] = layer
+        sources.append(last[kind])
+    return {
+        **keys,
+        "no_rope_layers": rotates,
+        "kv_source_layers": sources,
+        "final_logit_softcapping": rng.choice([6.0, 30.0]),
+    }
+
+
 def _glm4_moe_lite(draw: ShapeDraw) -> Keys:
     return of_kinds(deepseek_v3(draw), draw.layers)
 
@@ -568,6 +588,7 @@ SIMILAR_SHAPES = {
     "ministral": _ministral,
     "ministral3": _ministral3,
     "mistral4": _mistral4,
+    "mistral_large4_text": _mistral_large,
     "nanochat": _nanochat,
     "nemotron": _nemotron,
     "olmo": _olmo,

@@ -113,7 +113,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
 
 _NOT_FILLED_UP = (
     *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
-    *("llama4_text", "deepseek_v4", "axk2", "hy_v4", "minimax_m3_vl_text"),
+    *("llama4_text", "deepseek_v4", "axk2", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text"),
 )
 """What fills a prompt up changes the states of these models, or the positions by which Llama 4 scales, or
 what DeepSeek-V4's entries are made of, or what the margins of an indexer are of. Only neighbours of one

@@ -22,9 +22,11 @@ from transformers import (
 )
 
 from engine.published_names import register_names
+from tests.support import text_models
 from tests.support.tiny_configs import COMMON, FAMILIES, MIXED, SIMILAR, VOCAB_SIZE
 
 register_names()
+text_models.register_all()
 # transformers leaves it out, and takes no class of its own without `exist_ok`.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
@@ -92,6 +94,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
+            if name.endswith("rotary_emb.alpha"):  # Mistral Large 4's frequencies
+                buffer.normal_(0.0, 0.3, generator=generator)
             if name.endswith("tid2eid"):  # DeepSeek-V4's experts of each token
                 of_token = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
                 buffer.copy_(of_token.topk(buffer.shape[1]).indices)

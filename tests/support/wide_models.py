@@ -28,6 +28,7 @@ WIDE = (
     "mimo_v2_flash",
     "deepseek_v3",
     "deepseek_v32",
+    "mistral_large4_text",
     "deepseek_v4",
     "minimax_m3_vl_text",
     "kimi_linear",
