@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV32Config, GlmMoeDsaConfig
+from transformers import DeepseekV32Config, GlmMoeDsaConfig, MistralLarge4TextConfig
 
 from engine.backends.sparse_reference import TorchSparseAttention
 from engine.batch import ForwardBatch
@@ -29,7 +29,7 @@ from tests.support.reference import draw_model
 from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_configs import MIXED, SIMILAR
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4_text")
 PAGE, TOKENS, TOP = 16, 24, 24
 _random = random.Random(5)
 PROMPT = [_random.randrange(256) for _ in range(70)]
@@ -146,6 +146,12 @@ def test_a_query_sees_what_is_chosen_of_what_came_before_it() -> None:
         (DeepseekV32Config(topk_method="greedy"), "topk_method is 'greedy'"),
         (DeepseekV32Config(kv_lora_rank=0), "kv_lora_rank is 0"),
         (GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "full"]), "begins with 'shared'"),
+        (
+            MistralLarge4TextConfig(
+                num_hidden_layers=4, no_rope_layers=[1, 1, 1, 1], kv_source_layers=[0, 1, 0, 1]
+            ),
+            "layer 2 reads the latents of layer 0",
+        ),
     ],
 )
 def test_variants_that_are_not_served_are_refused_by_name(config: Any, named: str) -> None:
