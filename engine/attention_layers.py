@@ -9,6 +9,7 @@ from typing import Any
 from engine.block_choice import BlockChoice
 from engine.errors import UnsupportedModel
 from engine.paged_layers import Compression
+from engine.token_choice import TokenChoice
 from kvcache.layout import GroupSpec
 
 
@@ -22,7 +23,7 @@ class AttentionLayer:
     window: int | None  # keys that a query sees, itself included; None: all
     sinks: bool = False  # whether a learned logit per head joins each softmax
     softcap: float | None = None  # c: a score s becomes c tanh(s / c)
-    top_tokens: int | None = None  # of the context, which the layer's indexer chooses; None: all
+    choice: TokenChoice | None = None  # of its context, which the layer's indexer chooses; None: all
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
     compression: Compression | None = None  # how its entries are made; None: it has none
     blocks: BlockChoice | None = None  # of its context, which queries see; None: all
@@ -47,7 +48,7 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
             _window(m),
             getattr(m, "sinks", None) is not None,
             getattr(m, "attn_logit_softcapping", None),
-            getattr(m, "top_tokens", None),
+            getattr(m, "choice", None),
             shared.get(m.layer_idx),
             getattr(getattr(m, "compressor", None), "compression", None),
             getattr(m, "blocks", None),

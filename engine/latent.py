@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from engine.paged_layers import IndexInputs, PagedLayers, SelectsTokens
+from engine.token_choice import TokenChoice
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 """(q [1, heads, T, rope_dim], k [1, 1, T, rope_dim], the model's position embeddings) -> both rotated."""
@@ -55,6 +57,7 @@ class LatentAttention(nn.Module):
         self._nope_dim: int = attention.qk_nope_head_dim
         self._rank: int = attention.kv_lora_rank
         self._rotate = rotate
+        self._filled = self._rope_dim  # width of the rotated part in a row, zeros behind what it has
         self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)  # [heads]
         self.q_proj = getattr(attention, "q_proj", None)  # None if queries are projected through a low rank
         self.q_a_proj: Any = getattr(attention, "q_a_proj", None)
@@ -111,6 +114,8 @@ class LatentAttention(nn.Module):
         paged: PagedLayers,
     ) -> torch.Tensor:
         """What heads return that attend to the latents of a layer, [T, heads, v_dim]."""
+        if missing := self._filled - self._rope_dim:
+            q_rope, k_rope = (functional.pad(part, (0, missing)) for part in (q_rope, k_rope))
         q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         backend, place = paged.latent_of_layer[layer]
@@ -205,9 +210,9 @@ class Indexer(nn.Module):
 
     def rotated(self, inputs: IndexInputs, angles: Any) -> IndexInputs:
         """What unrotated() returns, rotated in place and in the shapes of IndexInputs."""
-        (q, k, weights), part = inputs, self._rotated
+        q, k, part = inputs.q, inputs.k, self._rotated
         q[..., part], k[..., part] = self._rotate(q[..., part], k[..., part], angles)
-        return IndexInputs(q[0].transpose(0, 1), k[0, 0], weights[0])
+        return IndexInputs(q[0].transpose(0, 1), k[0, 0], inputs.weights[0])
 
 
 class SparseLatentAttention(LatentAttention):
@@ -217,7 +222,7 @@ class SparseLatentAttention(LatentAttention):
 
     def __init__(self, attention: Any, rotate: Rotate, rotate_index: Rotate) -> None:
         super().__init__(attention, rotate)
-        self.top_tokens: int = attention.config.index_topk
+        self.choice = TokenChoice(attention.config.index_topk)
         self.indexer = (
             None
             if attention.indexer is None

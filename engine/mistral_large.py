@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine.latent import Indexer, LatentAttention, Rotate, unrotated
 from engine.paged_layers import IndexInputs, PagedLayers, SelectsTokens
+from engine.token_choice import TokenChoice
 
 
 class GrowingScale(nn.Module):
@@ -53,7 +53,7 @@ class MistralLargeAttention(LatentAttention):
         rotates = bool(attention.use_rope)
         super().__init__(attention, rotate if rotates else unrotated)
         config = attention.config
-        self.top_tokens: int = config.index_topk
+        self.choice = TokenChoice(config.index_topk)
         self.growing = GrowingScale(attention.softmax_scaling)
         self.indexer = (
             None
@@ -63,7 +63,7 @@ class MistralLargeAttention(LatentAttention):
         self._kind = "rope" if rotates else "nope"
         self._is_read = bool(attention.store_full_length_kv)
         self._source: int = config.kv_source_layers[attention.layer_idx]
-        self._missing = config.qk_rope_head_dim - self._rope_dim  # values of a row's rotated part
+        self._filled = config.qk_rope_head_dim
 
     def forward(
         self, hidden_states: torch.Tensor, paged: PagedLayers, position_embeddings: Any = None, **more: Any
@@ -85,7 +85,6 @@ class MistralLargeAttention(LatentAttention):
             if self._is_read:
                 shared[self._kind] = latent, k_rope
         grown = self.growing(positions, q_nope.dtype)
-        q_rope, k_rope = (functional.pad(part, (0, self._missing)) for part in (q_rope * grown, k_rope))
-        values = self._values(self._source, q_nope * grown, q_rope, latent, k_rope, paged)
+        values = self._values(self._source, q_nope * grown, q_rope * grown, latent, k_rope, paged)
         result: torch.Tensor = self.o_proj(values.flatten(1)[None])
         return result, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -116,13 +116,18 @@ class LatentBackend(Protocol):
         ...
 
 
+SumsUp = Callable[[torch.Tensor], torch.Tensor]
+"""What tokens' rows have for an indexer, [n, pool, index_dim] -> the keys of n pools, [n, dim]."""
+
+
 class IndexInputs(NamedTuple):
     """What an indexer says of T new tokens (DeepSeek-V3.2-Exp, section 2.1). The score of a token of the
-    context for a query is the sum over the indexer's heads of w_h relu(q_h . k)."""
+    context, or of a pool, for a query is the sum over the indexer's heads of w_h relu(q_h . k)."""
 
-    q: torch.Tensor  # [T, index heads, index_dim]
-    k: torch.Tensor  # [T, index_dim]
+    q: torch.Tensor  # [T, index heads, dim]
+    k: torch.Tensor  # [T, index_dim]: keys, and behind them what keys of pools are made of besides
     weights: torch.Tensor  # float32 [T, index heads]
+    sums_up: SumsUp | None = None  # None: tokens are scored, not pools
 
 
 class IndexQueries(NamedTuple):

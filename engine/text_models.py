@@ -8,7 +8,10 @@ from typing import Any
 import transformers
 from torch import nn
 
-_WITHOUT_HEAD = {"MistralLarge4ForCausalLM": "MistralLarge4TextModel"}
+_WITHOUT_HEAD = {
+    "Glm5NextForCausalLM": "Glm5NextTextModel",
+    "MistralLarge4ForCausalLM": "MistralLarge4TextModel",
+}
 """Name of the class that transformers does not have -> its class of all but the projection onto the
 vocabulary."""
 

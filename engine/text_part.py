@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, Llama 4, MiniMax-M3,
+"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, GLM-5.3, Llama 4, MiniMax-M3,
 Mistral Small 3 and Large 4, Qwen 3.5, Kimi K2.5.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
@@ -18,6 +18,7 @@ _ARCHITECTURES = {
     "gemma3": ("Gemma3ForConditionalGeneration",),
     "gemma4": ("Gemma4ForConditionalGeneration",),
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration",),
+    "glm5_next": ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration",),
     "llama4": ("Llama4ForConditionalGeneration",),
@@ -38,6 +39,9 @@ _NAMES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
+    **{
+        name: name for name in ("model.embed_tokens.", "model.layers.", "model.norm.")
+    },  # GLM-5.3 without images
     **{"tok_embeddings.": "model.embed_tokens.", "output.": "lm_head."},  # Mistral Large 4
     **{"layers.": "model.layers.", "norm.": "model.norm.", "lerope.": "model.rotary_emb."},
 }

@@ -217,13 +217,18 @@ class MLAKVCache(TokenKVCache[LatentGroupSpec]):
         self._put((pages, place, offsets), torch.cat((latent, rope), dim=-1))
 
     def write_index(self, place: int, pages: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> None:
-        """Write the indexer's `keys` `[tokens, index_dim]` as write() does latents."""
-        assert keys.shape[-1] == self.spec.index_dim
+        """Write the indexer's `keys` `[tokens, index_dim]`, or first values of these, as write() does
+        latents."""
+        assert keys.shape[-1] <= self.spec.index_dim
         self._put((pages, place, offsets), keys, self.spec.key_dim)
 
     def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[tokens, kv_lora_rank + rope_dim]` of a model layer in the model's dtype, copied."""
         return self._read(self._place(layer, slots), 0, self.spec.key_dim)
+
+    def read_index(self, place: int, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The indexer's keys at `offsets` in `pages` of the layer at `place` in a page, copied."""
+        return self._read((pages, place, offsets), self.spec.key_dim)
 
     def get_index(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """The indexer's keys, `[tokens, index_dim]`, of a model layer in the model's dtype, copied."""

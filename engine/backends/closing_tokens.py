@@ -31,19 +31,18 @@ class ClosingTokens:
         self.count = fixed or 0
         self._show(torch.zeros(self.count * (2 * compression.span + 3), dtype=torch.int64, device=device))
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Those of the next step."""
+    def fill(self, batch: ForwardBatch, sources_table: npt.NDArray[np.int32]) -> None:
+        """Those of the next step. `sources_table`: the page table of the rows that entries are made of."""
         tokens, span = self._compression.tokens, self._compression.span
         closes = (batch.positions + 1) % tokens == 0
         chosen = np.arange(len(closes)) if self._is_fixed else np.flatnonzero(closes)
         owners = np.repeat(np.arange(len(batch.q_lens)), batch.q_lens)[chosen]
         lasts = batch.positions[chosen]
         sources = np.maximum(lasts[:, None] - span + 1 + np.arange(span), 0)
-        assert batch.window is not None, "the batch was built without window pages"
         pages = np.where(closes[chosen], batch.page_table[owners, lasts // self._page_size], 0)
         whole = np.concatenate(
             (
-                batch.window.page_table[owners[:, None], sources // self._page_size].ravel(),
+                sources_table[owners[:, None], sources // self._page_size].ravel(),
                 (sources % self._page_size).ravel(),
                 pages,
                 lasts % self._page_size // tokens,

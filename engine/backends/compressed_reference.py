@@ -59,7 +59,7 @@ class TorchCompressedAttention:
         self._window_table.fill(of_window.page_table)
         self._slots.fill(of_window.out_slots)
         for closing in self._closing.values():
-            closing.fill(batch)
+            closing.fill(batch, of_window.page_table)
         if self._sequences is None:
             self._longest = int(batch.seq_lens.max(initial=0))
 

@@ -11,6 +11,7 @@ import torch
 from engine.backends.pick import BackendUnavailable
 from engine.cuda import triton_kernels
 from engine.cuda.limits import DTYPES, HEAD_DIMS
+from engine.token_choice import TokenChoice
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
 
@@ -58,12 +59,14 @@ def check_latents(pool: MLAKVCache, heads: int) -> None:
     _check_capability(pool.device, spec.dtype, (8, 0))
 
 
-def check_index(pool: MLAKVCache) -> None:
+def check_index(pool: MLAKVCache, choice: TokenChoice) -> None:
     """Raises BackendUnavailable if our kernel cannot score this pool's index keys."""
     if not triton_kernels.available():
         raise BackendUnavailable("sparse attention needs Triton, which is not installed")
     if (dim := pool.spec.index_dim) < 16 or dim & (dim - 1):
         raise BackendUnavailable(f"index keys of a power of two values from 16 on are scored, not of {dim}")
+    if pool.page_size % choice.pool:
+        raise BackendUnavailable(f"pages of {pool.page_size} have no whole pools of {choice.pool} tokens")
 
 
 def check_latent_step(device: torch.device, heads: int, tokens: int, sequences: int) -> None:

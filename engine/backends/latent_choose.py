@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.attention_layers import AttentionLayer
     from engine.config import EngineConfig
     from engine.paged_layers import LatentBackend
+    from engine.token_choice import TokenChoice
     from kvcache.pool import MLAKVCache
 
 
@@ -27,12 +28,12 @@ def build_latent(
     If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by name,
     ConfigError is raised.
     """
-    [(heads, scale, top, sinks)] = {
-        (layer.query_heads, layer.scale, layer.top_tokens, layer.sinks) for layer in attention
+    [(heads, scale, choice, sinks)] = {
+        (layer.query_heads, layer.scale, layer.choice, layer.sinks) for layer in attention
     }
-    if top is None:
+    if choice is None:
         return _whole(config, pool, heads, scale, sinks)
-    return _sparse(config, pool, heads, scale, top, sinks)
+    return _sparse(config, pool, heads, scale, choice, sinks)
 
 
 def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, sinks: bool) -> LatentBackend:
@@ -51,18 +52,18 @@ def _whole(config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, sin
 
 
 def _sparse(
-    config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, top: int, sinks: bool
+    config: EngineConfig, pool: MLAKVCache, heads: int, scale: float, choice: TokenChoice, sinks: bool
 ) -> LatentBackend:
-    """Of attention to `top` tokens of each context."""
+    """Of attention to some tokens of each context."""
 
     def cpu() -> LatentBackend:
         from engine.backends.sparse_cpu import CpuSparseAttention
 
-        return CpuSparseAttention(pool, heads, scale, top)
+        return CpuSparseAttention(pool, heads, scale, choice)
 
     def flashinfer() -> LatentBackend:
         check_latents(pool, heads)
-        check_index(pool)
-        return FlashInferSparseAttention(pool, heads, scale, top, has_sinks=sinks)
+        check_index(pool, choice)
+        return FlashInferSparseAttention(pool, heads, scale, choice, has_sinks=sinks)
 
-    return pick(config, lambda: TorchSparseAttention(pool, heads, scale, top), cpu, flashinfer)
+    return pick(config, lambda: TorchSparseAttention(pool, heads, scale, choice), cpu, flashinfer)

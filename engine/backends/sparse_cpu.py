@@ -20,16 +20,17 @@ from kvcache.quant import KVFormat
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
     from engine.paged_layers import IndexInputs
+    from engine.token_choice import TokenChoice
 
 
 class CpuSparseAttention(TorchSparseAttention):
     """A LatentBackend and SelectsTokens."""
 
-    def __init__(self, pool: MLAKVCache, heads: int, scale: float, top: int) -> None:
+    def __init__(self, pool: MLAKVCache, heads: int, scale: float, choice: TokenChoice) -> None:
         """Raises KernelsUnavailable if the op cannot serve `pool`."""
         if pool.spec.stored is KVFormat.FP4_E2M1:
             raise KernelsUnavailable(f"rows of {pool.spec.stored} share their scales' place in a page")
-        super().__init__(pool, heads, scale, top)
+        super().__init__(pool, heads, scale, choice)
         self._of_rows = CpuLatentAttention(RowsOfKVCache(pool), heads, scale)
         self._batch: ForwardBatch | None = None
 
@@ -38,7 +39,7 @@ class CpuSparseAttention(TorchSparseAttention):
         self._batch = replace(
             batch,
             q_lens=np.ones(len(batch.positions), np.int32),
-            seq_lens=np.minimum(batch.positions + 1, self._top).astype(np.int32),
+            seq_lens=self._choice.seen(batch.positions),
             out_slots=self._rows_of(batch.out_slots),
         )
 

@@ -14,11 +14,13 @@ from engine.backends.flashinfer_limits import check_latent_step
 from engine.backends.latent_wrapper import LatentWrapper
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices
+from engine.backends.pooled_keys import PooledKeys
 from engine.backends.query_blocks import query_blocks
 from engine.backends.query_contexts import QueryContexts
 from engine.batch import ForwardBatch
 from engine.cuda.index_op import index_scores
 from engine.paged_layers import IndexInputs
+from engine.token_choice import TokenChoice
 from kvcache.pool import MLAKVCache
 
 
@@ -30,7 +32,7 @@ class FlashInferSparseAttention:
         pool: MLAKVCache,
         heads: int,
         scale: float,
-        top: int,
+        choice: TokenChoice,
         workspace: torch.Tensor | None = None,
         fixed: tuple[int, int] | None = None,
         has_sinks: bool = False,
@@ -39,14 +41,15 @@ class FlashInferSparseAttention:
         self._pool = pool
         self._heads = heads
         self._scale = scale
-        self._top = top
+        self._choice = choice
         self._has_sinks = has_sinks
         self._device = pool.data.device
         self._contexts = QueryContexts(self._device, fixed)
         self._slots = NewSlots(pool.page_size, self._device, None if fixed is None else fixed[0])
-        buffers = None if fixed is None else FixedIndices.allocate(fixed[0], top, self._device)
+        self._pooled = PooledKeys(pool, choice.pool, None if fixed is None else fixed[0])
+        buffers = None if fixed is None else FixedIndices.allocate(fixed[0], choice.most, self._device)
         self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers, has_sinks)
-        # Of the rows that each query attends to, [T * top], in the first layer of their pages.
+        # Of the rows that each query attends to, [T * most], in the first layer of their pages.
         nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._rows = nothing if buffers is None else buffers.pages
 
@@ -56,7 +59,7 @@ class FlashInferSparseAttention:
             self._pool,
             self._heads,
             self._scale,
-            self._top,
+            self._choice,
             self._wrapper.workspace,
             (sequences, context_pages),
             self._has_sinks,
@@ -70,28 +73,37 @@ class FlashInferSparseAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         self._slots.fill(batch.out_slots)
         self._contexts.fill(batch)
-        count = len(batch.positions)
-        if len(self._rows) != count * self._top:  # never of a recorded step
-            self._rows = torch.zeros(count * self._top, dtype=torch.int32, device=self._device)
+        if self._choice.pool > 1:
+            self._pooled.fill(batch)
+        count, most = len(batch.positions), self._choice.most
+        if len(self._rows) != count * most:  # never of a recorded step
+            self._rows = torch.zeros(count * most, dtype=torch.int32, device=self._device)
         starts = np.arange(count + 1, dtype=np.int32)
-        lengths = np.minimum(batch.positions + 1, self._top).astype(np.int32)
-        self._wrapper.plan(starts, starts * self._top, self._rows, lengths, page_size=1)
+        lengths = self._choice.seen(batch.positions)
+        self._wrapper.plan(starts, starts * most, self._rows, lengths, page_size=1)
 
     def select(self, place: int, inputs: IndexInputs) -> None:
-        pool, contexts = self._pool, self._contexts
+        pool, contexts, choice = self._pool, self._contexts, self._choice
         pool.write_index(place, self._slots.pages, self._slots.offsets, inputs.k)
-        keys = pool.data[:, place, :, pool.spec.key_dim :]
+        if inputs.sums_up is not None:
+            self._pooled.close(place, inputs.sums_up)
+        first = pool.spec.key_dim
+        # Of each pool the row of its last token.
+        keys = pool.data[:, place, choice.pool - 1 :: choice.pool, first : first + inputs.q.shape[-1]]
         rows_of_page = pool.page_size * len(pool.spec.layer_ids)
         context = contexts.page_table.shape[1] * pool.page_size
-        top = min(self._top, context)
-        q, weights, rows = inputs.q.contiguous(), inputs.weights.contiguous(), self._rows.view(-1, self._top)
-        for block in query_blocks(len(q), context):
+        pools, best = context // choice.pool, choice.pools(context)
+        q, weights = inputs.q.contiguous(), inputs.weights.contiguous()
+        rows = self._rows.view(-1, choice.most)
+        for block in query_blocks(len(q), pools):
             sequences, visible = contexts.sequences[block], contexts.visible[block]
-            scores = torch.empty(len(visible), context, dtype=torch.float32, device=self._device)
-            index_scores(q[block], weights[block], keys, contexts.page_table, sequences, visible, scores)
-            chosen = scores.topk(top).indices  # in order: those that a query does not see come last
+            scores = torch.empty(len(visible), pools, dtype=torch.float32, device=self._device)
+            seen = visible if choice.pool == 1 else visible // choice.pool
+            index_scores(q[block], weights[block], keys, contexts.page_table, sequences, seen, scores)
+            # In order: those that a query does not see come last.
+            chosen = choice.tokens(scores.topk(best).indices, visible)
             pages = contexts.page_table[sequences[:, None], chosen // pool.page_size]
-            rows[block, :top] = pages * rows_of_page + chosen % pool.page_size
+            rows[block, : chosen.shape[1]] = pages * rows_of_page + chosen % pool.page_size
 
     def forward(
         self,

@@ -20,7 +20,7 @@ from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT
 
-KIMI = ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention")
+KIMI = ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention")
 """They have a decay for each channel of a head's keys."""
 MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", *KIMI)
 """The transformers classes that DeltaNet computes."""
@@ -98,9 +98,10 @@ def _kimi(mixer: Any) -> _Form:
     places = {name: _Place(number, 0, dim) for number, name in enumerate("qkvz")}
     places |= {"b": _Place(4, 0, 1), "a": _Place(5, 0, dim)}
     decay = gate.A_log.flatten(), gate.dt_bias
-    bound = gate.lower_bound if getattr(gate, "safe_gate", False) else 0.0
+    bound = gate.lower_bound if getattr(gate, "safe_gate", False) else None
+    bound = getattr(gate, "safe_gate_lower_bound", bound)  # GLM's
     dims = mixer.num_heads, 1, dim, dim, dim
-    return _Form(*dims, mixer.o_norm, *decay, project, places, mixer.o_proj, bound)
+    return _Form(*dims, mixer.o_norm, *decay, project, places, mixer.o_proj, bound or 0.0)
 
 
 def _gated(mixer: Any) -> _Form:

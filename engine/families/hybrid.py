@@ -9,6 +9,7 @@ Nemotron-H bounds the time step in a prompt but not in decode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from engine.families.heads import divide_logits, scale_logits
 from engine.families.latent import absorb, latent_group, rotate_pairs, routed_by
 from engine.families.windowed import check_named, full_and_window, layers_of
 from engine.latent import HeadGatedLatentAttention, LatentAttention, unrotated
+from engine.pooled_latent import ROTATED, PooledLatentAttention
 from engine.states import CONV, RECURRENT, PackedMixer
-from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
+from kvcache.layout import GroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor
 
-_ATTEND = frozenset({"full_attention", "hybrid"})  # values of layer_types; a hybrid layer does both
+_ATTEND = frozenset({"full_attention", "indexed_attention", "hybrid"})
+"""Values of layer_types; a hybrid layer does both."""
 _SLIDE = "sliding_attention"
 _KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid"})
 _MIXERS = {
@@ -33,6 +36,7 @@ _MIXERS = {
     "GraniteMoeHybridMambaLayer": "cache_params",
     "KimiLinearDeltaAttention": "cache_params",
     "BailingHybridDeltaAttention": "cache_params",
+    "Glm5NextTextLinearAttention": "cache_params",
     "Lfm2ShortConv": "past_key_values",
     "Lfm2MoeShortConv": "past_key_values",
     "Lfm3ShortConv": "past_key_values",
@@ -61,6 +65,13 @@ def _kimi_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
     shapes = {CONV: (3 * heads * dim, config.linear_conv_kernel_dim), RECURRENT: (heads, dim, dim)}
     latents = latent_group(config, dtypes, layers_of(config, _ATTEND))
     return latents, *_state_group(config, dtypes, shapes)
+
+
+def _glm_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
+    """As Kimi's. A token's row has its index key and what weighs it in the key of a pool."""
+    latents, *states = _kimi_groups(config, dtypes)
+    assert isinstance(latents, LatentGroupSpec)
+    return replace(latents, rope_dim=ROTATED, index_dim=2 * config.index_head_dim), *states
 
 
 def _state_group(config: Any, dtypes: Dtypes, shapes: Shapes) -> tuple[StateGroupSpec, ...]:
@@ -158,6 +169,38 @@ def _check_kimi(config: Any) -> None:
     _some_attend(config)
 
 
+def _check_glm(config: Any) -> None:
+    before = ""  # of the layer before, if it attends
+    for layer, kind in enumerate(config.layer_types):
+        indexer = config.indexer_types[layer] if kind in _ATTEND else ""
+        if indexer == "shared" and before != "full":
+            raise UnsupportedModel(
+                f"layer {layer} goes on with a choice by config.json, and the one before makes none",
+                "use a checkpoint with an indexer in the layer before",
+            )
+        before = indexer
+    if not config.index_kpool_always_select_tail:
+        raise UnsupportedModel(
+            "index_kpool_always_select_tail is False in config.json: a query may see no token",
+            "use a checkpoint in which it is True",
+        )
+    _some_attend(config)
+
+
+def _without_masks(
+    _decoder: Any, positional: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """transformers would make masks of a pack that is one sequence to it."""
+    masks = dict.fromkeys(("indexed_attention", "linear_attention"))
+    return positional, {**keywords, "attention_mask": masks}
+
+
+def _prepare_glm(model: Any) -> None:
+    _pack_mixers(model)
+    absorb(model, PooledLatentAttention)
+    model.model.register_forward_pre_hook(_without_masks, with_kwargs=True)
+
+
 _LINEAR_OR_FULL = frozenset({"linear_attention", "full_attention"})
 
 
@@ -196,6 +239,14 @@ FAMILIES: dict[str, Family] = {
         layer_types=frozenset({"hybrid"}),
         check=_unbounded_time_step,
         prepare=_prepare_falcon,
+    ),
+    "glm5_next_text": Family(
+        "Glm5NextForCausalLM",
+        _glm_groups,
+        layer_types=frozenset({"linear_attention", "indexed_attention"}),
+        allows=frozenset({"kv_lora_rank", "index_topk"}),
+        check=_check_glm,
+        prepare=_prepare_glm,
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",

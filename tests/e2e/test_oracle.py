@@ -131,6 +131,7 @@ SUBSET = [
     Case("falcon_h1", 64, None, "colocated"),
     Case("kimi_linear", 16, 20, "tcp", overlap=1),
     Case("bailing_hybrid", 16, 20, "shm"),
+    Case("glm5_next_text", 16, 20, "mooncake", overlap=1),
     Case("lfm2", 16, 56, "tcp"),
     Case("lfm3", 16, 20, "shm", overlap=1),
     Case("glm4_moe", 16, 20, "mooncake"),

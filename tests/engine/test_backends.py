@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.fake import fake_spec
 from engine.largest_batch import largest_batch, largest_lens
 from engine.paged_layers import IndexInputs
+from engine.token_choice import TokenChoice
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
@@ -43,7 +44,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     "family",
     [
         *("qwen3", "mistral_window", "gemma2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
-        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"),
+        *(
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "deepseek_v4",
+            "minimax_m3_vl_text",
+            "glm5_next_text",
+        ),
     ],
 )
 def test_flashinfer_is_planned_so_that_tokens_equal_generate(family: str, drawn: Drawn) -> None:
@@ -102,7 +110,7 @@ def test_plain_torch_does_not_wait_for_a_gpu(with_sinks: bool) -> None:
         latents = MLAKVCache(LatentGroupSpec((0,), 32, 8, torch.bfloat16), 8, 16, "cuda")
         heads, latent = TorchAttention(pool, 4, 1.0), TorchLatentAttention(latents, 4, 1.0)
         indexed = MLAKVCache(LatentGroupSpec((0,), 32, 8, torch.bfloat16, index_dim=16), 8, 16, "cuda")
-        sparse = TorchSparseAttention(indexed, 4, 1.0, top=12)
+        sparse = TorchSparseAttention(indexed, 4, 1.0, TokenChoice(12))
         made = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
         q, kv, out = made(sum(lens), 4, 16), made(sum(lens), 2, 16), made(sum(lens), 4, 16)
         sinks = made(4) if with_sinks else None

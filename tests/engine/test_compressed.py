@@ -42,7 +42,7 @@ def test_each_entry_that_ends_with_a_new_token_is_made_of_its_tokens(
     window = batch.page_table + 1000
     batch = replace(batch, window=WindowPages(window, batch.out_slots))
     closing = ClosingTokens(compression, page_size, CPU)
-    closing.fill(batch)
+    closing.fill(batch, batch.window.page_table)
     tokens, span, _ = compression
     expected = [
         (table, last)
@@ -68,7 +68,7 @@ def test_recorded_rows_with_which_no_entry_ends_write_to_the_scratch_page(positi
     batch = replace(batch, window=WindowPages(batch.page_table, batch.out_slots))
     closing = ClosingTokens(SPARSE, 16, CPU, fixed=3)
     address = closing.pages.data_ptr()
-    closing.fill(batch)
+    closing.fill(batch, batch.window.page_table)
     assert closing.pages.data_ptr() == address
     own = [int(batch.page_table[i, last // 16]) for i, last in enumerate(positions)]
     ends = [(last + 1) % 4 == 0 for last in positions]

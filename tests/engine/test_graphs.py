@@ -31,7 +31,7 @@ LIMITS = DecodeLimits(sequences=3, context_pages=10, rows=8)
 FAMILIES = [
     *("qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
     *("qwen3_moe", "qwen3_next", "lfm2", "llama4_text", "mimo_v2_flash", "kimi_linear", "deepseek_v4"),
-    *("axk2", "bailing_hybrid", "hy_v4", "minimax_m3_vl_text"),
+    *("axk2", "bailing_hybrid", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text", "glm5_next_text"),
 ]
 
 

@@ -34,7 +34,7 @@ from tests.support.reference import draw_model, reference_model
 from tests.support.tiny_models import make_tiny
 
 HYBRID = (
-    *("bailing_hybrid", "falcon_h1", "kimi_linear", "lfm2", "lfm3"),
+    *("bailing_hybrid", "falcon_h1", "glm5_next_text", "kimi_linear", "lfm2", "lfm3"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
 )
 PAGE, PAGES, TOKENS = 16, 40, 24
@@ -189,9 +189,8 @@ def test_the_families_pass_the_gate_as_saved_and_loaded(family: str, drawn: Draw
     path, _ = drawn(family)
     spec = load_model(EngineConfig(str(path))).spec
     assert spec.model_type == family
-    attention = {"bailing_hybrid": ["latent"], "kimi_linear": ["latent"], "lfm3": ["full", "window"]}.get(
-        family, ["full"]
-    )
+    with_latents = {one: ["latent"] for one in ("bailing_hybrid", "glm5_next_text", "kimi_linear")}
+    attention = {**with_latents, "lfm3": ["full", "window"]}.get(family, ["full"])
     assert [group.kind for group in spec.groups] == [*attention, "state"]
 
 

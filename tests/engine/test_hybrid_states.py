@@ -20,7 +20,15 @@ from tests.support.driver import Driver, Lane, open_pools
 from tests.support.reference import draw_model
 
 HYBRID = (
-    *("bailing_hybrid", "falcon_h1", "kimi_linear", "lfm2", "qwen3_5_text", "qwen3_5_moe_text"),
+    *(
+        "bailing_hybrid",
+        "falcon_h1",
+        "glm5_next_text",
+        "kimi_linear",
+        "lfm2",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ),
     "qwen3_next",
 )
 PAGE, PAGES, TOKENS, FORK = 16, 40, 32, 32

@@ -17,6 +17,7 @@ from engine.backends.sparse_flashinfer import FlashInferSparseAttention
 from engine.backends.sparse_reference import TorchSparseAttention
 from engine.config import EngineConfig
 from engine.cuda import triton_kernels
+from engine.token_choice import TokenChoice
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from kvcache.quant import KVFormat
@@ -54,7 +55,7 @@ def test_sparse_attention_has_backends_of_its_own(
     package, mla = flashinfer_module()
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
-    layer, on_cuda = [replace(LAYER[0], top_tokens=8)], EngineConfig("m", device="cuda")
+    layer, on_cuda = [replace(LAYER[0], choice=TokenChoice(8))], EngineConfig("m", device="cuda")
     pool = pool_of(512, torch.bfloat16, index_dim=128)
     assert isinstance(build_latent(EngineConfig("m"), pool, layer), CpuSparseAttention)
     fp4 = pool_of(512, torch.bfloat16, KVFormat.FP4_E2M1, index_dim=128)

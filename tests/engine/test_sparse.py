@@ -20,6 +20,7 @@ from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from engine.paged_layers import IndexInputs
+from engine.token_choice import TokenChoice
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
@@ -105,7 +106,7 @@ def test_another_number_of_chosen_tokens_is_seen(top: int, drawn: Drawn) -> None
     path, expected = drawn("deepseek_v32")
     runner, _ = open_runner(path, PAGE, 12)
     backend: Any = runner.forward.attention.latent
-    backend._top = top
+    backend._choice = TokenChoice(top)
     driver = Driver(runner, 12, PAGE)
     lane = driver.add(PROMPTS[2])
     driver.generate([lane], len(expected[2]))
@@ -119,7 +120,7 @@ def test_a_query_sees_what_is_chosen_of_what_came_before_it() -> None:
     """Rows of zeros and ones: a sum of latents says which tokens were attended to."""
     tokens, top = 9, 3
     pool = MLAKVCache(LatentGroupSpec((0,), tokens, 2, torch.float32, index_dim=2), 3, 4)
-    backend = TorchSparseAttention(pool, heads=1, scale=1.0, top=top)
+    backend = TorchSparseAttention(pool, heads=1, scale=1.0, choice=TokenChoice(top))
     longs, table = np.arange(tokens), np.array([[2, 1, 3]], np.int32)
     batch: Any = ForwardBatch(
         longs, longs, table[0, longs // 4] * 4 + longs % 4, np.ones(1, np.int32),

@@ -360,15 +360,15 @@ def flashinfer_layers(loaded: LoadedModel, pools: Mapping[str, Any]) -> PagedLay
             continue
         first, pool = facts[0], pools[group.name]
         if group.kind == "latent":
-            heads, scale, top = first.query_heads, first.scale, first.top_tokens
+            heads, scale, choice = first.query_heads, first.scale, first.choice
             built["latent"] = (
                 FlashInferLatentAttention(pool, heads, scale, has_sinks=first.sinks)
-                if top is None
-                else FlashInferSparseAttention(pool, heads, scale, top, has_sinks=first.sinks)
+                if choice is None
+                else FlashInferSparseAttention(pool, heads, scale, choice, has_sinks=first.sinks)
             )
         elif isinstance(pool, IndexedKVCache):
-            choice = next(layer.blocks for layer in facts if layer.blocks is not None)
-            built["full"] = FlashInferBlockAttention(pool, first.query_heads, first.scale, choice)
+            blocks = next(layer.blocks for layer in facts if layer.blocks is not None)
+            built["full"] = FlashInferBlockAttention(pool, first.query_heads, first.scale, blocks)
         else:
             sinks = any(layer.sinks for layer in facts)
             built[group.kind] = FlashInferAttention(

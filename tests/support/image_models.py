@@ -16,6 +16,7 @@ from transformers import (
     Gemma4UnifiedConfig,
     Gemma4UnifiedVisionConfig,
     Gemma4VisionConfig,
+    Glm5NextConfig,
     Kimi_K25Config,
     Kimi_K25VisionConfig,
     Llama4Config,
@@ -97,6 +98,20 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         text_config=SIMILAR["gemma4_unified_text"]().to_dict() | {"pad_token_id": 0},
         vision_config=Gemma4UnifiedVisionConfig(mm_embed_dim=64, mm_posemb_size=16, output_proj_dims=64),
         **_GEMMA4_TOKENS,
+    ),
+    "glm5_next": lambda: Glm5NextConfig(
+        text_config=MIXED["glm5_next_text"]().to_dict(),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "image_size": 28,
+            "out_hidden_size": 64,
+            "projection_intermediate_size": 32,
+        },
+        image_token_id=300,
+        video_token_id=301,
     ),
     "kimi_k25": lambda: Kimi_K25Config(
         text_config=MIXED["deepseek_v3"]().to_dict(),

@@ -18,8 +18,8 @@ WINDOWED = (
     *("mistral_window", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v4"),
 )
 HYBRID = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid", "falcon_h1", "kimi_linear"),
-    *("lfm2", "lfm3"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid", "falcon_h1", "glm5_next_text"),
+    *("kimi_linear", "lfm2", "lfm3"),
 )
 """Families with a state group."""
 EVERY = (*DENSE, *LATENT, *INDEXED, *WINDOWED, *HYBRID)

@@ -446,6 +446,34 @@ def _bailing(draw: ShapeDraw) -> Keys:
     }
 
 
+def _glm5_next(draw: ShapeDraw) -> Keys:
+    """Pools of any size, of which few contexts have as many as are chosen, most, or all."""
+    rng, keys = draw.rng, _kimi_linear(draw)
+    pool = rng.choice([1, 4, 6, 16])
+    kinds = draw.kinds("linear_attention", "indexed_attention", "indexed_attention")
+    indexers = [rng.choice(["full", "full", "shared"]) for _ in kinds]
+    for layer, kind in enumerate(kinds):
+        if layer == 0 or kinds[layer - 1] != kind or indexers[layer - 1] == "shared":
+            indexers[layer] = "full"
+    for other in ("qk_rope_head_dim", "head_dim", "first_k_dense_replace", "rope_parameters"):
+        keys.pop(other, None)
+    return {
+        **keys,
+        "q_lora_rank": 8 * rng.randrange(1, 5),
+        "layer_types": kinds,
+        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(draw.layers)],
+        "indexer_types": indexers,
+        "linear_lower_bound": rng.choice([None, -5.0, -1.0]),
+        "swiglu_limit": rng.choice([0.5, 10.0]),
+        "hc_mult": rng.choice([1, 2, 4]),
+        "hc_sinkhorn_iters": rng.choice([1, 3]),
+        "index_topk": pool * rng.choice([1, 2, 9, 200]),
+        "index_n_heads": rng.choice([12, 16, 20]),
+        "index_head_dim": rng.choice([16, 24, 32]),
+        "index_kpool": pool,
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
@@ -473,5 +501,6 @@ SHAPES = {
     "deepseek_v4": _deepseek_v4,
     "minimax_m3_vl_text": _minimax_m3,
     "bailing_hybrid": _bailing,
+    "glm5_next_text": _glm5_next,
 }
 """model_type -> the keys beside those that all have."""

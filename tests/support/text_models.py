@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, MistralLarge4TextConfig
+from transformers import AutoModelForCausalLM, GenerationMixin, Glm5NextTextConfig, MistralLarge4TextConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from engine.text_models import causal_class
@@ -43,4 +43,5 @@ def register(config_class: Any, name: str) -> None:
 
 
 def register_all() -> None:
+    register(Glm5NextTextConfig, "Glm5NextForCausalLM")
     register(MistralLarge4TextConfig, "MistralLarge4ForCausalLM")

@@ -31,6 +31,7 @@ WIDE = (
     "mistral_large4_text",
     "deepseek_v4",
     "minimax_m3_vl_text",
+    "glm5_next_text",
     "kimi_linear",
     "qwen3_next",
 )
@@ -41,7 +42,8 @@ def make_wide(family: str, directory: Path, seed: int) -> Path:
     filled up to 128, of DeepSeek-V4 512, or latents of 512 + 64. Indexers have 128."""
     config: Any = {**FAMILIES, **MIXED, **SIMILAR}[family]()
     if hasattr(config, "kv_lora_rank"):
-        config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
+        config.kv_lora_rank = 512
+        config.qk_rope_head_dim = 64 if config.qk_rope_head_dim else 0
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         config.head_dim = config.qk_rope_head_dim
         if hasattr(config, "index_head_dim"):
