@@ -78,7 +78,7 @@ STORED = {
 RANKS = (
     *("qwen3-wide-rank0", "qwen3-wide-rank1", "qwen2_moe-rank1", "gemma3_text-rank1"),
     *("gpt_oss-rank1", "deepseek_v3-rank1", "deepseek_v32-rank1", "qwen3_next-rank1", "minimax_m2-rank1"),
-    *("deepseek_v4-rank1", "minimax_m3_vl_text-rank1", "mistral_large4_text-rank1"),
+    *("deepseek_v4-rank1", "minimax_m3_vl_text-rank1", "mistral_large4_text-rank1", "glm5_next_text-rank1"),
 )
 """One of the two ranks of a worker, beside another that only answers."""
 NAMES = sorted({*FAMILIES, *MIXED, *SIMILAR, *STORED, *RANKS} | {f"{family}-wide" for family in WIDE})

@@ -48,6 +48,10 @@ _GPT_OSS: Dimensions = {  # gates and ups alternate
     "experts.down_proj_bias": _ONCE,
 }
 _EXPERTS: Dimensions = {"experts.gate_up_proj": 1, "experts.down_proj": 2}  # of all experts
+_GRANITE_MOE: Dimensions = {  # as published
+    **{"block_sparse_moe.input_linear.weight": 1, "block_sparse_moe.output_linear.weight": 2},
+    **{"shared_mlp.input_linear.weight": 0, "shared_mlp.output_linear.weight": 1},
+}
 _HUNYUAN: Dimensions = {"linear_gate.weight": 0, "self_attn.learnable_sink_param": 0}  # as published
 _BLOCKS: Dimensions = {  # as published, and by transformers' names
     **{"index_q_proj.weight": 0, "indexer.q_proj.weight": 0, "indexer.k_proj.weight": None},
@@ -61,7 +65,17 @@ _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
-    *("exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
+    *(
+        "exaone4",
+        "exaone_moe",
+        "falcon_h1",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "granite",
+        "helium",
+    ),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
     *("kolibri1", "llama", "mellum"),
     *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3"),
@@ -71,6 +85,8 @@ _PLAIN = (
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
     "axk1": _DEEPSEEK,
+    "axk2": _DEEPSEEK,
+    "bailing_hybrid": {**_DEEPSEEK, "g_proj.weight": 0, "attention.dense.weight": 1},  # as published
     "cohere": _NORMS,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -82,10 +98,15 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "glm": _JOINED,
     "glm4": _JOINED,
     "glm4_moe_lite": _DEEPSEEK,
+    "glm5_next_text": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
     "granite_swa": _SINKS,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoehybrid": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
     "granitemoe_swa": {**_SINKS, **_EXPERTS},
+    "kimi_linear": _DEEPSEEK,
     "hy_v4": {**_DEEPSEEK, **_SINKS, **_EXPERTS, **_HUNYUAN},
     "laguna": {"g_proj.weight": 0},
     "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
@@ -137,6 +158,14 @@ def _wide_experts(config: Any) -> dict[str, tuple[int, ...]]:
     return {"experts.gate_up_proj": (config.intermediate_size,) * 2}
 
 
+def _granite_moe(config: Any) -> dict[str, tuple[int, ...]]:
+    shared = getattr(config, "shared_intermediate_size", 0)
+    return {
+        "block_sparse_moe.input_linear.weight": (config.intermediate_size,) * 2,
+        "shared_mlp.input_linear.weight": (shared,) * 2,
+    }
+
+
 def _gemma_experts(config: Any) -> dict[str, tuple[int, ...]]:
     return _experts(config) if config.enable_moe_block else {}
 
@@ -145,6 +174,7 @@ _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
     "gemma4_text": _gemma_experts,
     "glm": _gate_up,
     "glm4": _gate_up,
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _granite_moe),
     "granitemoe_swa": _wide_experts,
     "hy_v4": _experts,
     "llama4_text": _wide_experts,
@@ -155,7 +185,7 @@ _SEGMENTS: Mapping[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
 
 
 def _segments(config: Any) -> dict[str, tuple[int, ...]]:
-    """The rows of each projection in weights of several, by the last two parts of their names."""
+    """The rows of each projection in weights of several, by the last two or three parts of their names."""
     of_type = _SEGMENTS.get(config.model_type)
     return {} if of_type is None else of_type(config)
 
@@ -169,6 +199,14 @@ def _kv_heads_of_layers(config: Any) -> list[int]:
 def _layer(name: str) -> int:
     """The number of the layer in a weight's name."""
     return int(name.rpartition("layers.")[2].split(".")[0])
+
+
+def is_whole(name: str, config: Any) -> bool:
+    """Whether a module, or a weight, is of a layer of linear attention, which every rank computes. Some have
+    the names of projections of other layers' attention."""
+    kinds = getattr(config, "layer_types", None) or ()
+    attends = ".self_attn." in name or ".attention." in name
+    return attends and "linear_attention" in kinds and kinds[_layer(name)] == "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -233,7 +271,7 @@ class Shard:
             parts = name.split(".")
             own, longer = ".".join(parts[-2:]), ".".join(parts[-3:])
             dim = dimensions[longer] if longer in dimensions else dimensions.get(own)
-            if dim is None:
+            if dim is None or is_whole(name, config):
                 return None
             if dim == _ONCE:
                 return AddedOnce(self.rank)
@@ -244,6 +282,6 @@ class Shard:
                 heads = config.index_n_heads
             if heads < self.size:
                 return Division(dim, self.rank * heads // self.size, heads)
-            return Division(dim, self.rank, self.size, segments.get(own, ()))
+            return Division(dim, self.rank, self.size, segments.get(longer, segments.get(own, ())))
 
         return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from torch import nn
 
 from engine.layer_classes import EXPERTS
 from engine.parallel.group import RankGroup
+from engine.parallel.shard import is_whole
 
-_BY_INPUTS = ("o_proj", "o_b_proj", "down_proj", "c_proj", "fc2")
+_BY_INPUTS = ("o_proj", "o_b_proj", "down_proj")
+_BY_INPUTS_IN_MLPS = ("c_proj", "fc2", "output_linear")  # elsewhere such a name is of something else
+_MLP = re.compile(r"layers\.\d+\.\w*mlp$")
 _OF_ALL_HEADS = ("FlexOlmoRMSNorm", "MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 """transformers classes of norms that, as q_norm and k_norm, go over all heads at once."""
 
@@ -79,12 +83,15 @@ def is_divided(model: nn.Module) -> bool:
     return any(isinstance(module, SummedLinear) for module in model.modules())
 
 
-def put_sums(model: nn.Module, group: RankGroup) -> None:
+def put_sums(model: Any, group: RankGroup) -> None:
     """Sum what attention and MLPs return, and what norms of all heads need, in place. Before modules are
     replaced by faster ones."""
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
-        if own in _BY_INPUTS and isinstance(module, nn.Linear):
+        if is_whole(name, model.config):
+            continue
+        by_inputs = own in _BY_INPUTS or (own in _BY_INPUTS_IN_MLPS and _MLP.search(parent) is not None)
+        if by_inputs and isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), own, SummedLinear(module, group))
         elif type(module).__name__ in EXPERTS:
             setattr(model.get_submodule(parent), own, SummedExperts(module, group))
