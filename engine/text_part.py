@@ -64,6 +64,7 @@ def text_part(config: Any) -> Any:
         )
     part = copy.deepcopy(config.get_text_config())
     part.architectures = None
+    part.model_type = type(part).model_type  # of a config without parts it is the whole's
     for key in _OF_THE_WHOLE:
         if (value := getattr(config, key, None)) is not None:
             setattr(part, key, value)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.backends.block_limits import check_blocks
-from engine.backends.block_reference import block_scores
+from engine.backends.block_reference import chosen_blocks
 from engine.backends.query_blocks import query_blocks
 from engine.batch import ForwardBatch
 from engine.block_choice import BlockChoice, BlockInputs
@@ -32,12 +32,24 @@ class CpuBlockAttention(CpuAttention):
         self._tiles = HeadsAsPages(pool)
         self._of_tiles = CpuAttention(self._tiles, query_heads // choice.heads, scale)
         self._batch: ForwardBatch | None = None
+        self._of_heads: ForwardBatch | None = None  # each KV head of each query a sequence, without its pages
 
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
         self._batch = batch
         self._slots = torch.from_numpy(batch.out_slots)
         self._sees_all = self._choice.holds(int(batch.seq_lens.max(initial=0)))
+        if self._sees_all:
+            return
+        heads, page_size = self._choice.heads, self._indexed.page_size
+        pages, offsets = np.divmod(batch.out_slots, page_size)
+        tiles = pages[:, None] * self._tiles.tiles_of_page + np.arange(heads)
+        self._of_heads = replace(
+            batch,
+            q_lens=np.ones(tiles.size, np.int32),
+            seq_lens=np.repeat(self._choice.tokens_seen(batch.positions), heads),
+            out_slots=(tiles * page_size + offsets[:, None]).ravel(),
+        )
 
     def attend_blocks(
         self,
@@ -54,7 +66,8 @@ class CpuBlockAttention(CpuAttention):
             self.forward(place, q, k_new, v_new, out)
             return
         heads, dim = k_new.shape[1:]
-        self._of_tiles.prepare(self._tile_batch(self._chosen_tiles(place, index), heads))
+        assert self._of_heads is not None
+        self._of_tiles.prepare(replace(self._of_heads, page_table=self._chosen_tiles(place, index)))
         of_groups, attended = (x.reshape(len(x) * heads, -1, dim) for x in (q, out))
         k, v = (x.reshape(-1, 1, dim) for x in (k_new, v_new))
         self._of_tiles.forward(place * self._tiles.tiles_of_layer, of_groups, k, v, attended)
@@ -75,24 +88,9 @@ class CpuBlockAttention(CpuAttention):
             for block in query_blocks(new, len(heads) * length):
                 queries = slice(starts[i] + block.start, starts[i] + block.stop)
                 positions = torch.arange(block.start, block.stop) + length - new
-                scores = block_scores(index.q[queries].float(), keys, positions, choice.tokens)
-                chosen = choice.choose(scores, positions // choice.tokens)
+                chosen = chosen_blocks(choice, index.q[queries], keys, positions)
                 numbers = chosen[..., None] * len(pages_of_block) + pages_of_block
                 # Those past the end are not read.
                 found = pages[numbers.clamp(max=len(pages) - 1)] * self._tiles.tiles_of_page + heads
                 tiles[queries, :, : found.shape[2] * found.shape[3]] = found.flatten(2).int()
         return tiles.flatten(0, 1).numpy()
-
-    def _tile_batch(self, tiles: np.ndarray, heads: int) -> ForwardBatch:
-        batch, page_size = self._batch, self._indexed.page_size
-        assert batch is not None
-        pages, offsets = np.divmod(batch.out_slots, page_size)
-        of_heads = pages[:, None] * self._tiles.tiles_of_page + np.arange(heads)
-        seen = self._choice.tokens_seen(batch.positions)
-        return replace(
-            batch,
-            q_lens=np.ones(len(tiles), np.int32),
-            seq_lens=np.repeat(seen, heads),
-            out_slots=(of_heads * page_size + offsets[:, None]).ravel(),
-            page_table=tiles,
-        )

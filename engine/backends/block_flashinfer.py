@@ -18,7 +18,7 @@ from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, PageIndices
 from engine.backends.query_blocks import query_blocks
 from engine.backends.query_contexts import QueryContexts
-from engine.backends.workspace import WORKSPACE_BYTES, Workspace
+from engine.backends.workspace import Workspace
 from engine.batch import ForwardBatch
 from engine.block_choice import BlockChoice, BlockInputs
 from engine.cuda.block_scores_op import block_scores
@@ -40,15 +40,15 @@ class FlashInferBlockAttention:
         workspace: torch.Tensor | None = None,
         fixed: tuple[int, int] | None = None,
     ) -> None:
-        """`fixed` is as in QueryContexts. `whole`: attends to whole contexts. `workspace` may be shared with
-        backends that run before or after this one."""
+        """`fixed` is as in QueryContexts. `whole`: attends to whole contexts; it comes with a workspace."""
         self._pool, self._tiles = pool, HeadsAsPages(pool)
         self._query_heads, self._scale, self._choice = query_heads, scale, choice
         self._device = device = pool.data.device
-        self._whole = whole or FlashInferAttention(pool, query_heads, scale)
-        if workspace is None:
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self.workspace = workspace
+        if whole is None:
+            whole = FlashInferAttention(pool, query_heads, scale, workspace=workspace)
+            workspace = whole.workspace
+        assert workspace is not None, "that of the backend which has made `whole`"
+        self._whole, self.workspace = whole, workspace
         self._planned = Workspace(device)
         self._contexts = QueryContexts(device, fixed)
         self._slots = NewSlots(pool.page_size, device, None if fixed is None else fixed[0])

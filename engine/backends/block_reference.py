@@ -39,8 +39,7 @@ class TorchBlockAttention(TorchAttention):
             q_index, of_sequence, attended = (x[sequence.start : sequence.end] for x in (index.q, q, out))
             for queries in query_blocks(new, q.shape[1] * len(keys)):
                 positions = torch.arange(queries.start, queries.stop, device=q.device) + len(keys) - new
-                scores = block_scores(q_index[queries].float(), keys, positions, self._choice.tokens)
-                chosen = self._choice.choose(scores, positions // self._choice.tokens)
+                chosen = chosen_blocks(self._choice, q_index[queries], keys, positions)
                 mask = self._seen(chosen, positions, len(keys), q.shape[1])
                 block = of_sequence[queries].transpose(0, 1)
                 attended[queries] = self._attend(block, kv, mask).transpose(0, 1)
@@ -53,6 +52,14 @@ class TorchBlockAttention(TorchAttention):
         seen = of_blocks[..., :blocks].repeat_interleave(self._choice.tokens, -1)[..., :keys]
         seen &= torch.arange(keys, device=chosen.device) <= positions[:, None, None]
         return seen.transpose(0, 1).repeat_interleave(heads // seen.shape[1], 0)
+
+
+def chosen_blocks(
+    choice: BlockChoice, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """What BlockChoice.choose() returns for queries [n, heads, dim] at `positions` of a context."""
+    scores = block_scores(q.float(), keys, positions, choice.tokens)
+    return choice.choose(scores, positions // choice.tokens)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.text_part import text_part, text_weights
 from tests.support.driver import Driver, open_pools
 from tests.support.image_models import PROMPT, TOKENS, WHOLES, generated, whole_model, written
 from tests.support.quantised_checkpoints import write
-from tests.support.reference import reference_generate
+from tests.support.reference import draw_model, reference_generate
 from tests.support.tiny_configs import MIXED
 
 
@@ -53,6 +53,15 @@ def test_so_they_are_by_the_names_of_transformers_modules(tmp_path: Path) -> Non
         directory, {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
     )
     assert served(directory) == generated(whole_model("mistral3"))[0]
+
+
+def test_a_config_without_parts_is_that_of_its_text(tmp_path: Path) -> None:
+    """GLM-5.3's checkpoints without images have all keys at the top."""
+    path, [answer] = draw_model("glm5_next_text", tmp_path, 0, [PROMPT], TOKENS)
+    config = json.loads((path / "config.json").read_text())
+    del config["architectures"]
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "glm5_next"}))
+    assert served(path) == answer
 
 
 @pytest.mark.parametrize("form", ["fp8", "awq"])
