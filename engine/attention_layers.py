@@ -39,11 +39,11 @@ def attention_layers(model: Any, shared: Mapping[int, int]) -> tuple[AttentionLa
     """Of every attention module of a transformers model, in layer order. The modules are read, not the
     config, because they compute. `shared`: as Family has it."""
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
-    heads = model.config.num_attention_heads  # of this rank
     return tuple(
         AttentionLayer(
             m.layer_idx,
-            getattr(m, "num_heads", heads),  # Laguna's layers differ
+            # Of this rank. Laguna's layers differ, and Step 3.7's, whose config has no number for all.
+            m.num_heads if hasattr(m, "num_heads") else model.config.num_attention_heads,
             float(m.scaling),
             _window(m),
             getattr(m, "sinks", None) is not None,

@@ -53,12 +53,14 @@ EXPERTS = (
     "Qwen3NextExperts",
     "Qwen3_5MoeExperts",
     "SolarOpenExperts",
+    "Step3p7Experts",
+    "StepExperts",
     CLAMPED,
 )
 """Mixtures whose experts are down(act(gate(x)) * up(x)), held in one tensor each. DeepSeek-V4's, Hunyuan
 4's and MiniMax-M3's have a limit: gates are at most that, and ups within it. MiniMax-M3's and gpt-oss's are
 down(act(gate(x)) * (up(x) + 1)). Llama 4's become ours (engine/llama4.py: Llama4Experts) after they are
-divided among ranks."""
+divided among ranks, and so do Step 3.7's (engine/step.py)."""
 
 ROUTERS = (
     "Cohere2MoeTopKRouter",
@@ -84,6 +86,7 @@ ROUTERS = (
     "Qwen3MoeTopKRouter",
     "Qwen3NextTopKRouter",
     "Qwen3_5MoeTopKRouter",
+    "Step3p7TopKRouter",
 )
 """Routers that multiply with their weight in the model's dtype. Others do so in float32."""
 
@@ -160,6 +163,7 @@ NORMS_PLUS_ONE = (
     "Qwen3NextRMSNorm",
     "Qwen3_5MoeRMSNorm",
     "Qwen3_5RMSNorm",
+    "Step3p7RMSNorm",
     "VaultGemmaRMSNorm",
 )
 """transformers' norms that multiply by their weight plus one."""
@@ -224,6 +228,11 @@ def limit_of(experts: object) -> float:
     """Of a mixture's gates and ups; infinity: there is none."""
     limit: float = getattr(experts, "limit", getattr(experts, "swiglu_limit", math.inf))
     return limit
+
+
+def clamps_first(experts: object) -> bool:
+    """Whether gates are clamped before their activation, if at all; Step 3.7's are not."""
+    return limit_of(experts) == math.inf or not getattr(experts, "clamps_after", False)
 
 
 def sharpness_of(experts: object) -> float | None:

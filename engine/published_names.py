@@ -12,6 +12,7 @@ from transformers.conversion_mapping import (
 _TEXT_CLASSES = {
     "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
     "mistral_large4": "MistralLarge4ForCausalLM",
+    "step3p7": "Step3p7ForCausalLM",
 }
 """model_type of the whole -> the class of its text part. By the part's model_type transformers would convert
 the whole's weights twice."""

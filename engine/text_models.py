@@ -11,6 +11,7 @@ from torch import nn
 _WITHOUT_HEAD = {
     "Glm5NextForCausalLM": "Glm5NextTextModel",
     "MistralLarge4ForCausalLM": "MistralLarge4TextModel",
+    "Step3p7ForCausalLM": "Step3p7TextModel",
 }
 """Name of the class that transformers does not have -> its class of all but the projection onto the
 vocabulary."""

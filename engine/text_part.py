@@ -24,6 +24,7 @@ _ARCHITECTURES = {
     "llama4": ("Llama4ForConditionalGeneration",),
     "mistral_large4": ("MistralLarge4ForConditionalGeneration",),
     "mistral3": ("Mistral3ForConditionalGeneration",),
+    "step3p7": ("Step3p7ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration",),
 }

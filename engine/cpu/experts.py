@@ -14,7 +14,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.layer_classes import CLAMPED, activation_of, limit_of, sharpness_of
+from engine.layer_classes import CLAMPED, activation_of, clamps_first, limit_of, sharpness_of
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 
@@ -27,6 +27,7 @@ def fusible(experts: Any) -> bool:
         and packable(down[0])
         and down.shape[1] % GROUP == 0
         and _is_computed(activation_of(experts))
+        and clamps_first(experts)
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
 from engine.cuda.tiles import tile_rows
-from engine.layer_classes import CLAMPED, EXPERTS, activation_of, limit_of, sharpness_of
+from engine.layer_classes import CLAMPED, EXPERTS, activation_of, clamps_first, limit_of, sharpness_of
 
 
 class StoredExperts(nn.Module):
@@ -23,7 +23,7 @@ class StoredExperts(nn.Module):
     @classmethod
     def of(cls, experts: Any, products: Products) -> StoredExperts | None:
         """None if their weights are not stored, or in a format without a kernel."""
-        if type(experts).__name__ not in EXPERTS:
+        if type(experts).__name__ not in EXPERTS or not clamps_first(experts):
             return None
         gate_up, down = products.stored(experts.gate_up_proj), products.stored(experts.down_proj)
         return None if gate_up is None or down is None else cls(experts, gate_up, down)

@@ -10,6 +10,7 @@ from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
 from engine.families.dense import full_group
 from engine.families.heads import apply_logit_scale, cap_logits, divide_logits
+from engine.step import group_experts
 from kvcache.layout import KVGroupSpec
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -128,6 +129,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": replace(by_layer_type("GraniteMoeSWAForCausalLM"), prepare=divide_logits),
     "kolibri1": by_layer_type("Kolibri1ForCausalLM"),
     "laguna": by_layer_type("LagunaForCausalLM"),
+    "step3p5": replace(by_layer_type("Step3p7ForCausalLM"), prepare=group_experts),
     "mellum": by_layer_type("MellumForCausalLM"),
     "mimo_v2_flash": replace(by_layer_type("MiMoV2FlashForCausalLM"), groups=_mimo_groups),
     "olmo3": by_layer_type("Olmo3ForCausalLM"),

@@ -63,6 +63,11 @@ _MISTRAL_LARGE: Dimensions = {  # as published
 }
 _NORMS: Dimensions = {"q_norm.weight": 0, "k_norm.weight": 0}  # of all heads
 
+_STEP: Dimensions = {  # as published
+    **{"moe.gate_proj.weight": 1, "moe.up_proj.weight": 1, "moe.down_proj.weight": 2},
+    "g_proj.weight": 0,
+}
+
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
     *(
@@ -120,6 +125,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "olmo2": _NORMS,
     "olmo3": _NORMS,
     "phi3": _JOINED,
+    "step3p5": _STEP,
     "starcoder2": {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1},
     "youtu": _DEEPSEEK,
 }
@@ -127,8 +133,9 @@ _OF_TYPE: Mapping[str, Dimensions] = {
 
 FAMILIES = tuple(sorted(_OF_TYPE))
 
-_KV_HEADS = "num_key_value_heads"
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of Laguna
+_OTHER_HEADS_IN_LAYERS = "step3p5"  # no number of its config is that of all
 _TWICE_THE_KV_HEADS = "mimo_v2_flash"  # in layers with a window
 _OF_KV_HEADS = ("k_proj.", "v_proj.", "k_norm.")
 _CHOOSE_FOR_HEADS = ("index_q_proj.weight", "indexer.q_proj.weight")
@@ -136,7 +143,7 @@ _CHOOSE_FOR_HEADS = ("index_q_proj.weight", "indexer.q_proj.weight")
 _DIVIDED = (
     *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "o_groups"),
-    *("dense_intermediate_size", "shared_intermediate_size"),
+    *("dense_intermediate_size", "shared_intermediate_size", "share_expert_dim"),
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""
 
@@ -227,6 +234,8 @@ class Shard:
             )
         part = copy.deepcopy(config)
         for key in _DIVIDED:
+            if key == _HEADS and config.model_type == _OTHER_HEADS_IN_LAYERS:
+                continue
             is_other_name = config.attribute_map.get(key) in _DIVIDED
             if not is_other_name and (whole := getattr(config, key, None)) is not None:
                 setattr(part, key, self._share(key, whole))
@@ -234,7 +243,13 @@ class Shard:
             setattr(part, _HEADS_OF_LAYERS, [self._share(_HEADS_OF_LAYERS, heads) for heads in of_layers])
         if _OF_TYPE[config.model_type] is _BLOCKS:
             part.index_n_heads = self._repeated("index_n_heads", config.index_n_heads)
-        if config.is_heterogeneous:  # Gemma 4
+        if config.model_type == _OTHER_HEADS_IN_LAYERS:
+            part.per_layer_config = {
+                layer: {_HEADS: self._share(_HEADS, heads.num_attention_heads)}
+                for layer, heads in enumerate(config.per_layer_config)
+            }
+            setattr(part, _KV_HEADS, self._kv_heads(config))
+        elif config.is_heterogeneous:  # Gemma 4
             part.per_layer_config = {
                 layer: {"head_dim": heads.head_dim, _KV_HEADS: self._kv_heads(heads)}
                 for layer, heads in enumerate(config.per_layer_config)

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     SiglipVisionConfig,
+    Step3p7Config,
 )
 
 from tests.support.reference import MIN_MARGIN, greedy
@@ -162,6 +163,18 @@ WHOLES: dict[str, Callable[[], PretrainedConfig]] = {
         image_token_index=300,
     ),
     "mistral4": lambda: _mistral3(SIMILAR["mistral4"]()),
+    "step3p7": lambda: Step3p7Config(
+        text_config=SIMILAR["step3p5"]().to_dict(),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_id=300,
+    ),
     "qwen3_5": lambda: Qwen3_5Config(**_qwen("qwen3_5_text")),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(**_qwen("qwen3_5_moe_text")),
 }

@@ -464,6 +464,25 @@ def _laguna(draw: ShapeDraw) -> Keys:
     }
 
 
+def _step(draw: ShapeDraw) -> Keys:
+    """The same, with limits of some layers."""
+    windowed, rng = _windowed(draw), draw.rng
+    limits = [[rng.choice([None, 0.0, 0.5]) for _ in range(draw.layers)] for _ in range(2)]
+    return {
+        **windowed,
+        **draw.experts("n_routed_experts"),
+        "pad_token_id": 0,
+        "num_sliding_attention_heads": rng.choice([None, draw.kv_heads * rng.randrange(1, 4)]),
+        "share_expert_dim": 8 * rng.randrange(2, 8),
+        "mlp_layer_types": draw.kinds("dense", "sparse", "sparse"),
+        "moe_router_scaling_factor": rng.choice([1.0, 2.5]),
+        "swiglu_limits": limits[0],
+        "swiglu_limits_shared": limits[1],
+        "attention_bias": draw.flag(),
+        "rope_parameters": {"full_attention": draw.rope(), "sliding_attention": draw.rope()},
+    }
+
+
 def _mellum(draw: ShapeDraw) -> Keys:
     return {
         **_windowed(draw),
@@ -582,6 +601,7 @@ SIMILAR_SHAPES = {
     "jais2": _biased,
     "kolibri1": _kolibri1,
     "laguna": _laguna,
+    "step3p5": _step,
     "lfm2_moe": _lfm2_moe,
     "mellum": _mellum,
     "minimax_m2": _minimax,

@@ -6,7 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, Glm5NextTextConfig, MistralLarge4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    Glm5NextTextConfig,
+    MistralLarge4TextConfig,
+    Step3p7TextConfig,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from engine.text_models import causal_class
@@ -45,3 +51,4 @@ def register(config_class: Any, name: str) -> None:
 def register_all() -> None:
     register(Glm5NextTextConfig, "Glm5NextForCausalLM")
     register(MistralLarge4TextConfig, "MistralLarge4ForCausalLM")
+    register(Step3p7TextConfig, "Step3p7ForCausalLM")

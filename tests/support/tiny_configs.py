@@ -93,6 +93,7 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    Step3p7TextConfig,
     VaultGemmaConfig,
     YoutuConfig,
 )
@@ -660,6 +661,18 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         shared_expert_intermediate_size=32,
         num_attention_heads_per_layer=[4, 2, 4, 2],
         moe_routed_scaling_factor=1.5,
+    ),
+    "step3p5": lambda: Step3p7TextConfig(
+        **{**_WINDOWED, "pad_token_id": 0},
+        num_sliding_attention_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        share_expert_dim=48,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        moe_router_scaling_factor=1.5,
+        swiglu_limits=[None, None, 0.5, None],
+        swiglu_limits_shared=[None, None, None, 0.5],
     ),
     "mellum": lambda: MellumConfig(
         **_WINDOWED, **_EXPERTS, mlp_layer_types=["dense", "sparse", "sparse", "sparse"]

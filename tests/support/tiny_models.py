@@ -70,7 +70,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     for a state that is soon forgotten hides which one it was.
     """
     generator = torch.Generator().manual_seed(seed)
-    tied = model.config.tie_word_embeddings
+    tied = getattr(model.config, "tie_word_embeddings", False)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             centre = float(parameter.flatten()[0])
