@@ -54,7 +54,8 @@ _GRANITE_MOE: Dimensions = {  # as published
 }
 _HUNYUAN: Dimensions = {"linear_gate.weight": 0, "self_attn.learnable_sink_param": 0}  # as published
 _BLOCKS: Dimensions = {  # as published, and by transformers' names
-    **{"index_q_proj.weight": 0, "indexer.q_proj.weight": 0, "indexer.k_proj.weight": None},
+    "index_q_proj.weight": 0,
+    **{"indexer.q_proj.weight": 0, "indexer.k_proj.weight": None},
 }
 _JOINED: Dimensions = {"qkv_proj.weight": 0, "gate_up_proj.weight": 0}
 _MISTRAL_LARGE: Dimensions = {  # as published
@@ -70,17 +71,7 @@ _STEP: Dimensions = {  # as published
 
 _PLAIN = (
     *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
-    *(
-        "exaone4",
-        "exaone_moe",
-        "falcon_h1",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4_moe",
-        "granite",
-        "helium",
-    ),
+    *("exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
     *("kolibri1", "llama", "mellum"),
     *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3"),
@@ -111,8 +102,8 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "granitemoehybrid": _GRANITE_MOE,
     "granitemoeshared": _GRANITE_MOE,
     "granitemoe_swa": {**_SINKS, **_EXPERTS},
-    "kimi_linear": _DEEPSEEK,
     "hy_v4": {**_DEEPSEEK, **_SINKS, **_EXPERTS, **_HUNYUAN},
+    "kimi_linear": _DEEPSEEK,
     "laguna": {"g_proj.weight": 0},
     "llama4_text": {"experts.gate_up_proj": 2, "experts.down_proj": 1},
     "mimo_v2_flash": {**_SINKS, "self_attn.attention_sink_bias": 0},  # as published
@@ -125,8 +116,8 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "olmo2": _NORMS,
     "olmo3": _NORMS,
     "phi3": _JOINED,
-    "step3p5": _STEP,
     "starcoder2": {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1},
+    "step3p5": _STEP,
     "youtu": _DEEPSEEK,
 }
 """The model types that are divided, and what they have beside _COMMON."""
