@@ -117,17 +117,17 @@ class LatentBackend(Protocol):
 
 
 SumsUp = Callable[[torch.Tensor], torch.Tensor]
-"""What tokens' rows have for an indexer, [n, pool, index_dim] -> the keys of n pools, [n, dim]."""
+"""What tokens' rows have for an indexer, [n, kpool, index_dim] -> the keys of n k-pools, [n, dim]."""
 
 
 class IndexInputs(NamedTuple):
     """What an indexer says of T new tokens (DeepSeek-V3.2-Exp, section 2.1). The score of a token of the
-    context, or of a pool, for a query is the sum over the indexer's heads of w_h relu(q_h . k)."""
+    context, or of a k-pool, for a query is the sum over the indexer's heads of w_h relu(q_h . k)."""
 
     q: torch.Tensor  # [T, index heads, dim]
-    k: torch.Tensor  # [T, index_dim]: keys, and behind them what keys of pools are made of besides
+    k: torch.Tensor  # [T, index_dim]: keys, and behind them what keys of k-pools are made of besides
     weights: torch.Tensor  # float32 [T, index heads]
-    sums_up: SumsUp | None = None  # None: tokens are scored, not pools
+    sums_up: SumsUp | None = None  # None: tokens are scored, not k-pools
 
 
 class IndexQueries(NamedTuple):

@@ -65,8 +65,8 @@ def check_index(pool: MLAKVCache, choice: TokenChoice) -> None:
         raise BackendUnavailable("sparse attention needs Triton, which is not installed")
     if (dim := pool.spec.index_dim) < 16 or dim & (dim - 1):
         raise BackendUnavailable(f"index keys of a power of two values from 16 on are scored, not of {dim}")
-    if pool.page_size % choice.pool:
-        raise BackendUnavailable(f"pages of {pool.page_size} have no whole pools of {choice.pool} tokens")
+    if pool.page_size % choice.kpool:
+        raise BackendUnavailable(f"pages of {pool.page_size} have no whole k-pools of {choice.kpool} tokens")
 
 
 def check_latent_step(device: torch.device, heads: int, tokens: int, sequences: int) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from engine.backends.flashinfer_limits import check_latent_step
+from engine.backends.kpool_keys import KPoolKeys
 from engine.backends.latent_wrapper import LatentWrapper
 from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices
-from engine.backends.pooled_keys import PooledKeys
 from engine.backends.query_blocks import query_blocks
 from engine.backends.query_contexts import QueryContexts
 from engine.batch import ForwardBatch
@@ -46,7 +46,7 @@ class FlashInferSparseAttention:
         self._device = pool.data.device
         self._contexts = QueryContexts(self._device, fixed)
         self._slots = NewSlots(pool.page_size, self._device, None if fixed is None else fixed[0])
-        self._pooled = PooledKeys(pool, choice.pool, None if fixed is None else fixed[0])
+        self._kpool_keys = KPoolKeys(pool, choice.kpool, None if fixed is None else fixed[0])
         buffers = None if fixed is None else FixedIndices.allocate(fixed[0], choice.most, self._device)
         self._wrapper = LatentWrapper(pool, heads, scale, workspace, buffers, has_sinks)
         # Of the rows that each query attends to, [T * most], in the first layer of their pages.
@@ -73,8 +73,8 @@ class FlashInferSparseAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         self._slots.fill(batch.out_slots)
         self._contexts.fill(batch)
-        if self._choice.pool > 1:
-            self._pooled.fill(batch)
+        if self._choice.kpool > 1:
+            self._kpool_keys.fill(batch)
         count, most = len(batch.positions), self._choice.most
         if len(self._rows) != count * most:  # never of a recorded step
             self._rows = torch.zeros(count * most, dtype=torch.int32, device=self._device)
@@ -86,19 +86,19 @@ class FlashInferSparseAttention:
         pool, contexts, choice = self._pool, self._contexts, self._choice
         pool.write_index(place, self._slots.pages, self._slots.offsets, inputs.k)
         if inputs.sums_up is not None:
-            self._pooled.close(place, inputs.sums_up)
+            self._kpool_keys.close(place, inputs.sums_up)
         first = pool.spec.key_dim
-        # Of each pool the row of its last token.
-        keys = pool.data[:, place, choice.pool - 1 :: choice.pool, first : first + inputs.q.shape[-1]]
+        # Of each k-pool the row of its last token.
+        keys = pool.data[:, place, choice.kpool - 1 :: choice.kpool, first : first + inputs.q.shape[-1]]
         rows_of_page = pool.page_size * len(pool.spec.layer_ids)
         context = contexts.page_table.shape[1] * pool.page_size
-        pools, best = context // choice.pool, choice.pools(context)
+        kpools, best = context // choice.kpool, choice.kpools(context)
         q, weights = inputs.q.contiguous(), inputs.weights.contiguous()
         rows = self._rows.view(-1, choice.most)
-        for block in query_blocks(len(q), pools):
+        for block in query_blocks(len(q), kpools):
             sequences, visible = contexts.sequences[block], contexts.visible[block]
-            scores = torch.empty(len(visible), pools, dtype=torch.float32, device=self._device)
-            seen = visible if choice.pool == 1 else visible // choice.pool
+            scores = torch.empty(len(visible), kpools, dtype=torch.float32, device=self._device)
+            seen = visible if choice.kpool == 1 else visible // choice.kpool
             index_scores(q[block], weights[block], keys, contexts.page_table, sequences, seen, scores)
             # In order: those that a query does not see come last.
             chosen = choice.tokens(scores.topk(best).indices, visible)

@@ -19,8 +19,8 @@ from engine.families.base import Dtypes, Family
 from engine.families.heads import divide_logits, scale_logits
 from engine.families.latent import absorb, latent_group, rotate_pairs, routed_by
 from engine.families.windowed import check_named, full_and_window, layers_of
+from engine.kpool_latent import ROTATED, KPoolLatentAttention
 from engine.latent import HeadGatedLatentAttention, LatentAttention, unrotated
-from engine.pooled_latent import ROTATED, PooledLatentAttention
 from engine.states import CONV, RECURRENT, PackedMixer
 from kvcache.layout import GroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor
 
@@ -68,7 +68,7 @@ def _kimi_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
 
 
 def _glm_groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
-    """As Kimi's. A token's row has its index key and what weighs it in the key of a pool."""
+    """As Kimi's. A token's row has its index key and what weighs it in the key of a k-pool."""
     latents, *states = _kimi_groups(config, dtypes)
     assert isinstance(latents, LatentGroupSpec)
     return replace(latents, rope_dim=ROTATED, index_dim=2 * config.index_head_dim), *states
@@ -197,7 +197,7 @@ def _without_masks(
 
 def _prepare_glm(model: Any) -> None:
     _pack_mixers(model)
-    absorb(model, PooledLatentAttention)
+    absorb(model, KPoolLatentAttention)
     model.model.register_forward_pre_hook(_without_masks, with_kwargs=True)
 
 

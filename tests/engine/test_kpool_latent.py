@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash, whose indexers choose pools of tokens, against transformers.generate token by token, in
+"""GLM-5.3-Flash, whose indexers choose k-pools of tokens, against transformers.generate token by token, in
 float32."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.spoilt import Spoilt, nothing
 from tests.support.tiny_configs import MIXED
 
 FAMILY = "glm5_next_text"
-PAGE, TOKENS, POOL, TOP = 16, 24, 8, 24
+PAGE, TOKENS, KPOOL = 16, 24, 8
 _random = random.Random(5)
 PROMPT = [_random.randrange(256) for _ in range(70)]
 
@@ -44,9 +44,9 @@ def opened(path: Path, **options: Any) -> tuple[Any, MLAKVCache, Any]:
 # The choice alone
 
 
-def test_a_query_sees_the_best_pools_and_the_one_that_is_not_whole() -> None:
-    """Pools of 4 tokens, of which 2 are chosen: queries that 3, 8, 10 and 16 tokens are visible to."""
-    choice = TokenChoice(top=8, pool=4)
+def test_a_query_sees_the_best_kpools_and_the_one_that_is_not_whole() -> None:
+    """K-pools of 4 tokens, of which 2 are chosen: queries that 3, 8, 10 and 16 tokens are visible to."""
+    choice = TokenChoice(top=8, kpool=4)
     visible = torch.tensor([3, 8, 10, 16])
     best = torch.tensor([[0, 1], [1, 0], [1, 0], [3, 0]])
     found = choice.tokens(best, visible)
@@ -57,49 +57,49 @@ def test_a_query_sees_the_best_pools_and_the_one_that_is_not_whole() -> None:
     assert seen == [{0, 1, 2}, set(range(8)), set(range(10)), {0, 1, 2, 3, 12, 13, 14, 15}]
 
 
-def test_pools_of_one_token_are_tokens() -> None:
+def test_kpools_of_one_token_are_tokens() -> None:
     choice, best = TokenChoice(top=3), torch.tensor([[4, 0, 2]])
     assert choice.tokens(best, torch.tensor([9])) is best
     assert choice.seen(np.array([0, 1, 2, 8])).tolist() == [1, 2, 3, 3]
-    assert [choice.pools(context) for context in (1, 2, 9)] == [1, 2, 3]
-    assert [TokenChoice(24, 8).pools(context) for context in (1, 8, 15, 16, 100)] == [1, 1, 1, 2, 3]
+    assert [choice.kpools(context) for context in (1, 2, 9)] == [1, 2, 3]
+    assert [TokenChoice(24, 8).kpools(context) for context in (1, 8, 15, 16, 100)] == [1, 1, 1, 2, 3]
 
 
 # Where the keys are
 
 
-def test_the_key_of_a_pool_is_where_that_of_its_last_token_was(drawn: Drawn) -> None:
-    """Another one is there before the pool is whole."""
+def test_the_key_of_a_kpool_is_where_that_of_its_last_token_was(drawn: Drawn) -> None:
+    """Another one is there before the k-pool is whole."""
     path, _ = drawn(FAMILY)
     spec = load_model(EngineConfig(str(path))).spec
     assert spec.groups[0] == LatentGroupSpec((1, 2, 3), 32, 64, torch.float32, index_dim=32)
     runner, pool, _ = opened(path)
     driver = Driver(runner, 12, PAGE)
     lane = driver.add(PROMPT)
-    driver.generate([lane], 1, chunk=POOL - 1)
+    driver.generate([lane], 1, chunk=KPOOL - 1)
     page = pool.data[lane.pages[1], 0]
-    keys, gates = page[:POOL, 96:112], page[:POOL, 112:]
+    keys, gates = page[:KPOOL, 96:112], page[:KPOOL, 112:]
     assert gates.any(1).all()
     indexer: Any = runner.forward.decoder.layers[1].self_attn.indexer
     with torch.inference_mode():
         weights = (gates + indexer.bias).softmax(0)
-    rest = keys[POOL - 1] - (weights * keys)[: POOL - 1].sum(0)  # what the last token's own key adds
-    own = rest / weights[POOL - 1]
-    assert not torch.allclose(own, keys[POOL - 1], atol=1e-2)
+    rest = keys[KPOOL - 1] - (weights * keys)[: KPOOL - 1].sum(0)  # what the last token's own key adds
+    own = rest / weights[KPOOL - 1]
+    assert not torch.allclose(own, keys[KPOOL - 1], atol=1e-2)
 
 
-def stale_pool_keys(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
-    """Two pools have the keys of each other, and all else of their own."""
+def stale_kpool_keys(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
+    """Two k-pools have the keys of each other, and all else of their own."""
     page, other = batch.page_table[0, [1, 2]].tolist()
-    last = POOL - 1
+    last = KPOOL - 1
     pool.data[[page, other], :, last, 96:112] = pool.data[[other, page], :, last, 96:112]
     return batch
 
 
 def keys_of_other_tokens(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
-    """What whole pools were made of is not read again."""
+    """What whole k-pools were made of is not read again."""
     page = int(batch.page_table[0, 1])
-    pool.data[page, :, : POOL - 1, 96:] = torch.nan
+    pool.data[page, :, : KPOOL - 1, 96:] = torch.nan
     return batch
 
 
@@ -107,7 +107,7 @@ def keys_of_other_tokens(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
 def test_what_is_spoilt_is_seen(attention: str, tmp_path: Path) -> None:
     path, [answer] = draw_model(FAMILY, tmp_path, 0, [PROMPT], TOKENS)
     right = {}
-    for spoil in (nothing, stale_pool_keys, keys_of_other_tokens):
+    for spoil in (nothing, stale_kpool_keys, keys_of_other_tokens):
         runner, pool, _ = opened(path, attention=attention)
         driver = Driver(Spoilt(runner, pool, spoil), 12, PAGE)
         lane = driver.add(PROMPT)
@@ -131,11 +131,11 @@ def test_another_choice_is_seen(choice: TokenChoice, drawn: Drawn) -> None:
 # What is refused
 
 
-def test_pages_without_whole_pools_are_not_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_whole_kpools_are_not_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "available", lambda: True)
     spec = LatentGroupSpec((0,), 512, 64, torch.bfloat16, index_dim=256)
     check_index(MLAKVCache(spec, 2, 16), TokenChoice(2048, 16))
-    with pytest.raises(BackendUnavailable, match="pages of 8 have no whole pools of 16 tokens"):
+    with pytest.raises(BackendUnavailable, match="pages of 8 have no whole k-pools of 16 tokens"):
         check_index(MLAKVCache(spec, 2, 8), TokenChoice(2048, 16))
     with pytest.raises(BackendUnavailable, match="not of 24"):
         check_index(MLAKVCache(replace(spec, index_dim=24), 2, 16), TokenChoice(2048))

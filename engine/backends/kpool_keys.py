@@ -1,7 +1,8 @@
-"""Index keys of pools: the key of a pool is where the key of its last token was.
+"""Index keys of k-pools: the key of a k-pool is where the key of its last token was.
 
-A token's row has its index key and what weighs it. When a pool is whole, its key is made of its tokens' rows,
-which are in pages whoever wrote them, and needs no place of its own: the last token's key is not read again.
+A token's row has its index key and what weighs it. When a k-pool is whole, its key is made of its tokens'
+rows, which are in pages whoever wrote them, and needs no place of its own: the last token's key is not read
+again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from engine.paged_layers import Compression, SumsUp
 from kvcache.pool import MLAKVCache
 
 
-class PooledKeys:
-    """Makes the keys of pools that the new tokens of a step complete. `fixed` is as in ClosingTokens."""
+class KPoolKeys:
+    """Makes the keys of k-pools that the new tokens of a step complete. `fixed` is as in ClosingTokens."""
 
     def __init__(self, pool: MLAKVCache, tokens: int, fixed: int | None = None) -> None:
         self._pool = pool

@@ -1,7 +1,7 @@
-"""Attention of GLM-5.3-Flash: sparse latent attention without positions. Its indexer scores pools of tokens.
+"""Attention of GLM-5.3-Flash: sparse latent attention without positions. Its indexer scores k-pools.
 
-The key of a pool is a mean of its tokens' keys, weighted in each value by softmax(gate + bias), where the
-gate is of the token, and the bias of its place in the pool.
+The key of a k-pool is a mean of its tokens' keys, weighted in each value by softmax(gate + bias), where the
+gate is of the token, and the bias of its place in the k-pool.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROTATED = 64
 """Values of a row that others rotate. Here they are zeros: no kernel has latents alone."""
 
 
-class PoolIndexer(Indexer):
+class KPoolIndexer(Indexer):
     """Replaces the indexer of a layer."""
 
     def __init__(self, indexer: Any) -> None:
         super().__init__(indexer, unrotated)
-        self.bias = indexer.index_kpool_compress_ape  # [pool, dim]
+        self.bias = indexer.index_kpool_compress_ape  # [kpool, dim]
         self.gate = indexer.index_kpool_compress_gate  # [dim, hidden]
 
     def forward(self, hidden_states: torch.Tensor, compressed: torch.Tensor, angles: Any) -> IndexInputs:
@@ -42,13 +42,15 @@ class PoolIndexer(Indexer):
         return summed
 
 
-class PooledLatentAttention(LatentAttention):
+class KPoolLatentAttention(LatentAttention):
     """Replaces the attention of a layer. Layers without an indexer go on with what the one before chose."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__(attention, unrotated)
         self.choice = TokenChoice(attention.config.index_topk, attention.config.index_kpool)
-        self.indexer: nn.Module | None = None if attention.indexer is None else PoolIndexer(attention.indexer)
+        self.indexer: nn.Module | None = (
+            None if attention.indexer is None else KPoolIndexer(attention.indexer)
+        )
         self._filled = ROTATED
 
     def forward(
