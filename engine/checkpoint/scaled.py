@@ -118,10 +118,17 @@ def _read_either(parts: Parts, dtype: torch.dtype, scale: str, block: Block | No
 def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:
     """Without a block, scales are stored as [1] or [rows, 1]."""
     numbers, scales = parts[".weight"], parts[scale].float()
-    if numbers.ndim != 2:
-        raise ValueError(f"a quantised weight has the shape {tuple(numbers.shape)}, not two dimensions")
     if numbers.dtype not in (torch.float8_e4m3fn, torch.int8):
         raise ValueError(f"it has a scale, {scale}, but is stored as {numbers.dtype}")
+    if numbers.ndim == 3 and len(numbers) == len(scales):  # of all experts (Step 3.7)
+        each = zip(numbers, scales, strict=True)
+        return StoredTensor([[_matrix(*one, block)] for one in each], dtype, experts=True)
+    if numbers.ndim != 2:
+        raise ValueError(f"a quantised weight has the shape {tuple(numbers.shape)}, not two dimensions")
+    return StoredTensor([[_matrix(numbers, scales, block)]], dtype, experts=False)
+
+
+def _matrix(numbers: torch.Tensor, scales: torch.Tensor, block: Block | None) -> ScaledMatrix:
     rows, columns = numbers.shape
     if block is None:
         scales = scales.reshape(-1, 1)
@@ -131,4 +138,4 @@ def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> 
         raise ValueError(
             f"scales are {tuple(scales.shape)} for a weight of {rows} x {columns}, not {expected}"
         )
-    return StoredTensor([[ScaledMatrix(numbers, scales, block)]], dtype, experts=False)
+    return ScaledMatrix(numbers, scales, block)

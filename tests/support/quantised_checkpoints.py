@@ -131,6 +131,11 @@ def scaled(suffix: str, block: tuple[int, int] | None, integers: bool = False) -
     """Numbers of 8 bits and a scale per block, which may be cut off at the end. None: one per output."""
 
     def quantise(weight: Array) -> tuple[Tensors, Array]:
+        if weight.ndim == 3:  # of all experts
+            each = [quantise(one) for one in weight]
+            names = each[0][0]
+            parts = {name: torch.stack([tensors[name] for tensors, _ in each]) for name in names}
+            return parts, np.stack([values for _, values in each])
         high, wide = block or (1, weight.shape[1])
         scales = np.zeros((-(-weight.shape[0] // high), -(-weight.shape[1] // wide)), np.float32)
         most = 127 if integers else 448
@@ -138,15 +143,15 @@ def scaled(suffix: str, block: tuple[int, int] | None, integers: bool = False) -
             tile = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
             scales[i, j] = np.abs(tile).max() / most
         rows, columns = np.indices(weight.shape)
-        each = scales[rows // high, columns // wide]
+        of_each = scales[rows // high, columns // wide]
         if integers:
-            stored = torch.from_numpy(np.rint(weight / each)).to(torch.int8)
+            stored = torch.from_numpy(np.rint(weight / of_each)).to(torch.int8)
             decoded = stored.numpy().astype(np.float32)
         else:
-            stored = torch.from_numpy(weight / each).to(torch.float8_e4m3fn)
+            stored = torch.from_numpy(weight / of_each).to(torch.float8_e4m3fn)
             codes = stored.view(torch.uint8).numpy()
             decoded = np.array([e4m3(code) for code in range(256)], np.float32)[codes]
-        return {".weight": stored, suffix: torch.from_numpy(scales)}, decoded * each
+        return {".weight": stored, suffix: torch.from_numpy(scales)}, decoded * of_each
 
     return quantise
 

@@ -42,6 +42,10 @@ CASES = [
     ("minimax_m2", "fp8"),
     ("ministral3", "fp8_static"),
     ("deepseek_v4", "fp8_fp4"),
+    ("minimax_m3_vl_text", "fp8"),
+    ("mistral_large4_text", "fp8"),
+    ("glm5_next_text", "fp8"),
+    ("step3p5", "fp8"),
 ]
 ANSWER = 24
 both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))
