@@ -1,5 +1,5 @@
 """The text part of a checkpoint that takes images, too: Gemma 3 and 4, GLM-5.3, Llama 4, MiniMax-M3,
-Mistral Small 3 and Large 4, Qwen 3.5, Kimi K2.5.
+Mistral Small 3 and Large 4, Qwen 3.5, Kimi K2.5, Step 3.7.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
 """
@@ -20,13 +20,13 @@ _ARCHITECTURES = {
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration",),
     "glm5_next": ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
-    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration",),
     "llama4": ("Llama4ForConditionalGeneration",),
-    "mistral_large4": ("MistralLarge4ForConditionalGeneration",),
+    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration",),
     "mistral3": ("Mistral3ForConditionalGeneration",),
-    "step3p7": ("Step3p7ForConditionalGeneration",),
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration",),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration",),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration",),
+    "step3p7": ("Step3p7ForConditionalGeneration",),
 }
 """model_type -> the names, there and in published files, of the class that is tested token by token against
 its own generate() of text. Others are not taken by their form alone: PaliGemma's prompts, for one, see what
@@ -40,10 +40,10 @@ _NAMES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
-    **{
-        name: name for name in ("model.embed_tokens.", "model.layers.", "model.norm.")
-    },  # GLM-5.3 without images
-    **{"tok_embeddings.": "model.embed_tokens.", "output.": "lm_head."},  # Mistral Large 4
+    # GLM-5.3 without images
+    **{name: name for name in ("model.embed_tokens.", "model.layers.", "model.norm.")},
+    # Mistral Large 4
+    **{"tok_embeddings.": "model.embed_tokens.", "output.": "lm_head."},
     **{"layers.": "model.layers.", "norm.": "model.norm.", "lerope.": "model.rotary_emb."},
 }
 """How names of the text part's weights begin, in published files and in those of transformers -> in a model

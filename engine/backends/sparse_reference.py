@@ -50,7 +50,7 @@ class TorchSparseAttention(TorchLatentAttention):
                 self._chosen[queries, chosen.shape[1] :] = chosen[:, :1]  # once more, where a row is longer
 
     def _best(self, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """Of scores [n, k-kpools] the best ones, as TokenChoice.tokens() takes them."""
+        """Of scores [n, k-pools] the best ones, as TokenChoice.tokens() takes them."""
         if scores.shape[1] == 0:
             return torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
         numbers = torch.arange(scores.shape[1], device=scores.device)

@@ -39,6 +39,7 @@ struct Call {
   int32_t decays;     // of each head: 1, or key_dim where each of its channels has its own (Kimi)
   int32_t is_silu;    // the gate of the result; else a sigmoid
   float bound;        // 0, or the least logarithm of a channel's decay, where it is that times a sigmoid (Ling)
+  float rates;        // what the sigmoid of b is multiplied by: 1, or 2 (OLMo Hybrid)
   float eps;          // of the norm
   int32_t threads;
 };

@@ -1,4 +1,5 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) and Kimi's delta attention: one C++ call between the projections.
+"""Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) and Kimi's delta attention: one C++ call between
+the projections.
 
 With transformers' modules a decode step of one layer takes some forty operators, five of which go through the
 whole state [heads, key_dim, value_dim] in float32, and states are gathered and scattered besides. Here a
@@ -22,7 +23,8 @@ from engine.states import CONV, RECURRENT
 
 KIMI = ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention")
 """They have a decay for each channel of a head's keys."""
-MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", *KIMI)
+OLMO = "OlmoHybridGatedDeltaNet"
+MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", OLMO, *KIMI)
 """The transformers classes that DeltaNet computes."""
 
 _CONVERTED = ("A_log", "dt_bias", "conv1d.weight")
@@ -49,7 +51,7 @@ class DeltaNetCall(ctypes.Structure):
         ("length", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("key_heads", "ratio", "key_dim", "value_dim", "taps")),
         *((name, ctypes.c_int32) for name in ("decays", "is_silu")),
-        *((name, ctypes.c_float) for name in ("bound", "eps")),
+        *((name, ctypes.c_float) for name in ("bound", "rates", "eps")),
         ("threads", ctypes.c_int32),
     )
 
@@ -78,10 +80,30 @@ class _Form:
     places: dict[str, _Place]  # of q, k, v, z (the gate), b (the rate) and a (the decay)
     out: nn.Module
     bound: float = 0.0  # see delta_net.h
+    rates: float = 1.0  # the same
 
 
 def _form(mixer: Any) -> _Form:
+    if type(mixer).__name__ == OLMO:
+        return _olmo(mixer)
     return _kimi(mixer) if type(mixer).__name__ in KIMI else _gated(mixer)
+
+
+def _olmo(mixer: Any) -> _Form:
+    """A projection for each input. Rates up to 2 may turn what a state knows of a key into its opposite."""
+    key, ratio = mixer.head_k_dim, mixer.num_v_heads // mixer.num_k_heads
+    values = ratio * mixer.head_v_dim  # of one key head
+    widths = {"q": key, "k": key, "v": values, "z": values, "b": ratio, "a": ratio}
+    names = [f"{name}_proj" for name in "qkvgba"]
+    places = {name: _Place(number, 0, width) for number, (name, width) in enumerate(widths.items())}
+
+    def project(hidden: torch.Tensor) -> list[torch.Tensor]:
+        return [getattr(mixer, name)(hidden) for name in names]
+
+    dims = mixer.num_k_heads, ratio, key, mixer.head_v_dim, 1
+    rates = 2.0 if mixer.allow_neg_eigval else 1.0
+    decay = mixer.A_log, mixer.dt_bias
+    return _Form(*dims, mixer.o_norm, *decay, project, places, mixer.o_proj, rates=rates)
 
 
 def _kimi(mixer: Any) -> _Form:
@@ -183,6 +205,7 @@ class DeltaNet(nn.Module):
             decays=form.decays,
             is_silu=form.norm.activation == "silu",
             bound=form.bound,
+            rates=form.rates,
             eps=form.norm.variance_epsilon,
         )
 

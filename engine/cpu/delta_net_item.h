@@ -123,7 +123,7 @@ class Recurrence {
         normalise(q, c.key_dim, 1.0f / std::sqrt(static_cast<float>(c.key_dim)));
         normalise(k, c.key_dim, 1.0f);
         decay_of(at(c.a, token, head) + i * c.decays, value_head, decay);
-        recur(from, to, q, k, v, decay, sigmoid(to_float(at(c.b, token, head)[i])), out);
+        recur(from, to, q, k, v, decay, c.rates * sigmoid(to_float(at(c.b, token, head)[i])), out);
         finish(out, at(c.z, token, head) + i * c.value_dim, c.out + (token * c.key_heads * c.ratio + value_head) * c.value_dim);
       }
       values.end(write);

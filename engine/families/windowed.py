@@ -129,10 +129,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": replace(by_layer_type("GraniteMoeSWAForCausalLM"), prepare=divide_logits),
     "kolibri1": by_layer_type("Kolibri1ForCausalLM"),
     "laguna": by_layer_type("LagunaForCausalLM"),
-    "step3p5": replace(by_layer_type("Step3p7ForCausalLM"), prepare=group_experts),
     "mellum": by_layer_type("MellumForCausalLM"),
     "mimo_v2_flash": replace(by_layer_type("MiMoV2FlashForCausalLM"), groups=_mimo_groups),
     "olmo3": by_layer_type("Olmo3ForCausalLM"),
     "smollm3": by_layer_type("SmolLM3ForCausalLM"),
     "starcoder2": _all_alike("Starcoder2ForCausalLM"),
+    "step3p5": replace(by_layer_type("Step3p7ForCausalLM"), prepare=group_experts),
 }

@@ -115,6 +115,7 @@ _OF_TYPE: Mapping[str, Dimensions] = {
     "nanochat": {"fc1.weight": 0, "fc2.weight": 1},
     "olmo2": _NORMS,
     "olmo3": _NORMS,
+    "olmo_hybrid": _NORMS,
     "phi3": _JOINED,
     "starcoder2": {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1},
     "step3p5": _STEP,
@@ -200,8 +201,10 @@ def _layer(name: str) -> int:
 
 
 def is_whole(name: str, config: Any) -> bool:
-    """Whether a module, or a weight, is of a layer of linear attention, which every rank computes. Some have
-    the names of projections of other layers' attention."""
+    """Whether a module, or a weight, is of linear attention, which every rank computes. Some have the names
+    of projections of other layers' attention."""
+    if ".linear_attn." in name:
+        return True
     kinds = getattr(config, "layer_types", None) or ()
     attends = ".self_attn." in name or ".attention." in name
     return attends and "linear_attention" in kinds and kinds[_layer(name)] == "linear_attention"

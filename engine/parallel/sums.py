@@ -15,7 +15,9 @@ from engine.parallel.shard import is_whole
 _BY_INPUTS = ("o_proj", "o_b_proj", "down_proj")
 _BY_INPUTS_IN_MLPS = ("c_proj", "fc2", "output_linear")  # elsewhere such a name is of something else
 _MLP = re.compile(r"layers\.\d+\.\w*mlp$")
-_OF_ALL_HEADS = ("FlexOlmoRMSNorm", "MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+_OF_ALL_HEADS = (
+    *("FlexOlmoRMSNorm", "MiniMaxM2RMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm", "OlmoHybridRMSNorm"),
+)
 """transformers classes of norms that, as q_norm and k_norm, go over all heads at once."""
 
 

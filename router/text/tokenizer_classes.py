@@ -32,7 +32,7 @@ _KEEP_THEIR_FILE = frozenset(
         *("ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe"),
         *("granitemoehybrid", "granitemoeshared", "hyperclovax", "kimi_linear", "mimo_v2_flash"),
         *("minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2"),
-        *("olmo3", "phi3", "stablelm", "flex_olmo", "internlm3", "iquestcoder", "minicpm3"),
+        *("olmo3", "olmo_hybrid", "phi3", "stablelm", "flex_olmo", "internlm3", "iquestcoder", "minicpm3"),
     )
 )
 """Values of model_type for which transformers takes the file as it is, whatever class is declared."""

@@ -27,7 +27,19 @@ _WITHOUT_HEAD_DIM = (
         "nanochat",
         "mistral_large4_text",
     ),
-    *("olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
+    *(
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "olmoe",
+        "phi3",
+        "qwen2_moe",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "youtu",
+    ),
 )
 
 

@@ -271,7 +271,7 @@ def _gpt_oss(draw: ShapeDraw) -> Keys:
     }
 
 
-def _delta_net(draw: ShapeDraw) -> Keys:
+def delta_net(draw: ShapeDraw) -> Keys:
     key_heads = draw.rng.randrange(1, 4)
     return {
         "head_dim": draw.rng.choice([16, 32, 64]),  # a quarter of it is rotated, in pairs
@@ -287,7 +287,7 @@ def _delta_net(draw: ShapeDraw) -> Keys:
 
 def _qwen3_next(draw: ShapeDraw) -> Keys:
     return {
-        **_delta_net(draw),
+        **delta_net(draw),
         **draw.experts("num_experts"),
         "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
         "mlp_only_layers": [layer for layer in range(draw.layers) if draw.rng.random() < 0.3],
@@ -297,7 +297,7 @@ def _qwen3_next(draw: ShapeDraw) -> Keys:
 
 def _qwen3_5_moe(draw: ShapeDraw) -> Keys:
     return {
-        **_delta_net(draw),
+        **delta_net(draw),
         **draw.experts("num_experts"),
         "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
     }
@@ -491,7 +491,7 @@ SHAPES = {
     "gemma4_text": gemma4,
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
-    "qwen3_5_text": _delta_net,
+    "qwen3_5_text": delta_net,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "falcon_h1": _falcon_h1,
     "lfm2": lfm2,

@@ -8,6 +8,7 @@ from tests.support.random_shapes import (
     deepseek,
     deepseek_v3,
     deepseek_v32,
+    delta_net,
     gemma2,
     gemma4,
     lfm2,
@@ -375,6 +376,20 @@ def _olmo3(draw: ShapeDraw) -> Keys:
     }
 
 
+def _olmo_hybrid(draw: ShapeDraw) -> Keys:
+    """Its config asks for a layer of each kind."""
+    keys = delta_net(draw)
+    kinds = [*keys["layer_types"], "linear_attention"]
+    return {
+        **keys,
+        **_derived(draw),
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "linear_allow_neg_eigval": draw.flag(),
+        "rope_parameters": draw.rope() if draw.flag() else None,
+    }
+
+
 def _exaone4(draw: ShapeDraw) -> Keys:
     if draw.flag():
         full = {"sliding_window": None, "layer_types": ["full_attention"] * draw.layers}
@@ -614,6 +629,7 @@ SIMILAR_SHAPES = {
     "olmo": _olmo,
     "olmo2": _derived,
     "olmo3": _olmo3,
+    "olmo_hybrid": _olmo_hybrid,
     "olmoe": _olmoe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,

@@ -79,6 +79,7 @@ from transformers import (
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -526,6 +527,9 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
             "full_attention": _YARN,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    "olmo_hybrid": lambda: OlmoHybridConfig(
+        **{key: value for key, value in _delta_net().items() if key not in ("head_dim", "rope_parameters")}
     ),
     "exaone4": lambda: Exaone4Config(
         **{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_SLIDING

@@ -9,12 +9,14 @@ import torch
 from transformers import (
     BailingHybridConfig,
     KimiLinearConfig,
+    OlmoHybridConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -34,6 +36,7 @@ KINDS = {
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeGatedDeltaNet),
     "kimi": (KimiLinearConfig, KimiLinearDeltaAttention),
     "ling": (BailingHybridConfig, BailingHybridDeltaAttention),
+    "olmo": (OlmoHybridConfig, OlmoHybridGatedDeltaNet),
 }
 HIDDEN, SLOTS = 64, 7
 
@@ -53,7 +56,11 @@ def make_mixer(kind="qwen3_next", key_heads=2, value_heads=6, key_dim=32, value_
             "linear_value_head_dim": value_dim,
         }
     config = config_class(
-        hidden_size=HIDDEN, hidden_act=act, num_hidden_layers=1, layer_types=["linear_attention"], **shape
+        hidden_size=HIDDEN,
+        hidden_act=act,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        **shape,
     )
     mixer = mixer_class(config, 0)
     for name, parameter in mixer.named_parameters():
@@ -78,6 +85,8 @@ def replaced(mixer):
         ("kimi", (3, 3), (32, 32)),
         ("kimi", (2, 2), (144, 144)),
         ("ling", (3, 3), (32, 32)),
+        ("olmo", (2, 2), (48, 96)),
+        ("olmo", (1, 3), (32, 64)),
     ],
 )
 def test_tokens_equal_transformers_and_only_their_slots_are_written(kind, heads, dims, length, isa):
