@@ -132,6 +132,15 @@ def test_weights_of_two_projections_and_of_norms_of_all_heads() -> None:
         assert found == [Division(0, part, max(parts) + 1) for part in parts]
 
 
+def test_every_rank_computes_linear_attention() -> None:
+    olmo, kimi = (Shard(1, 2).divide(config()) for config in (SIMILAR["olmo_hybrid"], MIXED["kimi_linear"]))
+    for name in ("q_proj", "o_proj"):
+        assert olmo(f"model.layers.0.linear_attn.{name}.weight") is None
+        assert kimi(f"model.layers.0.self_attn.{name}.weight") is None
+    assert olmo("model.layers.1.self_attn.q_proj.weight") == Division(0, 1, 2)
+    assert olmo("model.layers.0.mlp.down_proj.weight") == Division(1, 1, 2)
+
+
 def test_all_experts_in_one_weight() -> None:
     config = SIMILAR["mistral4"]()
     divide, inner = Shard(1, 2).divide(config), config.moe_intermediate_size
