@@ -31,17 +31,21 @@ class CpuBlockAttention(CpuAttention):
         self._choice = choice
         self._tiles = HeadsAsPages(pool)
         self._of_tiles = CpuAttention(self._tiles, query_heads // choice.heads, scale)
-        self._batch: ForwardBatch | None = None
+        self._starts: list[int] = []  # of each sequence's queries, and their end
+        self._contexts: list[tuple[int, torch.Tensor]] = []  # of each sequence its length and int64 pages
         self._of_heads: ForwardBatch | None = None  # each KV head of each query a sequence, without its pages
 
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
-        self._batch = batch
         self._slots = torch.from_numpy(batch.out_slots)
         self._sees_all = self._choice.holds(int(batch.seq_lens.max(initial=0)))
         if self._sees_all:
             return
         heads, page_size = self._choice.heads, self._indexed.page_size
+        self._starts = batch.starts().tolist()
+        tables = torch.from_numpy(batch.page_table).long()
+        lengths = batch.seq_lens.tolist()
+        self._contexts = [(n, table[: -(-n // page_size)]) for n, table in zip(lengths, tables, strict=True)]
         pages, offsets = np.divmod(batch.out_slots, page_size)
         tiles = pages[:, None] * self._tiles.tiles_of_page + np.arange(heads)
         self._of_heads = replace(
@@ -74,15 +78,12 @@ class CpuBlockAttention(CpuAttention):
 
     def _chosen_tiles(self, place: int, index: BlockInputs) -> np.ndarray:
         """int32 [T x heads, pages]: the tiles of each head's blocks, one after the other."""
-        assert self._batch is not None
-        page_size, choice = self._indexed.page_size, self._choice
-        pages_of_block = torch.arange(choice.tokens // page_size)
-        heads = torch.arange(index.q.shape[1])[:, None, None]
+        choice, starts = self._choice, self._starts
+        heads = torch.arange(choice.heads)[:, None, None]
+        pages_of_block = torch.arange(choice.tokens // self._indexed.page_size)
         most = choice.top * len(pages_of_block)
         tiles = torch.zeros(*index.q.shape[:2], most, dtype=torch.int32)
-        starts = self._batch.starts().tolist()
-        for i, length in enumerate(self._batch.seq_lens.tolist()):
-            pages = torch.from_numpy(self._batch.page_table[i, : -(-length // page_size)]).long()
+        for i, (length, pages) in enumerate(self._contexts):
             keys = self._indexed.index[pages, place].flatten(0, 1)[:length].float()
             new = starts[i + 1] - starts[i]
             for block in query_blocks(new, len(heads) * length):

@@ -65,7 +65,10 @@ class FlashInferBlockAttention:
             self._pages = torch.zeros(rows * most + 1, dtype=torch.int32, device=device)
             self._runs = torch.zeros(2, rows, dtype=torch.int64, device=device)
             buffers = FixedIndices.allocate(rows, most, device)._replace(pages=self._pages)
-        self._is_fixed = fixed is not None
+        # What all layers of all steps use: heads, pages of a block, and pages that a query sees.
+        self._heads = torch.arange(choice.heads, device=device)[:, None]
+        self._of_block = torch.arange(choice.tokens // pool.page_size, device=device)
+        self._order = torch.arange(choice.top * len(self._of_block), device=device)
         self._wrapper: Any = paged_wrapper(self._tiles, workspace, False, buffers)
 
     def fixed(self, sequences: int, context_pages: int) -> FlashInferBlockAttention:
@@ -92,7 +95,7 @@ class FlashInferBlockAttention:
         indices = self._indices(batch)
         runs = np.stack((indices.kv_starts[:-1], np.diff(indices.kv_starts))).astype(np.int64)
         total = int(indices.kv_starts[-1])
-        if self._is_fixed:
+        if self._most_context is not None:
             self._runs.copy_(pinned(runs, self._device), non_blocking=True)
         else:
             self._runs = upload(runs, self._device)
@@ -147,21 +150,19 @@ class FlashInferBlockAttention:
         """Write the pages that the heads of each query see."""
         choice, contexts, tiles = self._choice, self._contexts, self._tiles
         keys, q = self._pool.index[:, place], index.q.contiguous()
-        pages_of_block = choice.tokens // self._pool.page_size
+        pages_of_block = len(self._of_block)
         blocks = -(-contexts.page_table.shape[1] // pages_of_block)
-        heads = torch.arange(choice.heads, device=self._device)[:, None]
-        numbers = torch.arange(pages_of_block, device=self._device)
         starts, counts = self._runs.view(2, -1, choice.heads, 1)
         for block in query_blocks(len(q), choice.heads * blocks):
             sequences, visible = contexts.sequences[block], contexts.visible[block]
             scores = torch.empty(len(visible), choice.heads, blocks, device=self._device)
             block_scores(q[block], keys, contexts.page_table, sequences, visible, scores, choice.tokens)
             chosen = choice.choose(scores, (visible.long() - 1) // choice.tokens)
-            seen = (chosen[..., None] * pages_of_block + numbers).flatten(2)  # pages of the context
+            seen = (chosen[..., None] * pages_of_block + self._of_block).flatten(2)  # pages of the context
             ids = contexts.page_table[
                 sequences[:, None, None], seen.clamp(max=contexts.page_table.shape[1] - 1)
             ]
-            order = torch.arange(seen.shape[2], device=self._device)
+            order = self._order[: seen.shape[2]]
             targets = torch.where(order < counts[block], starts[block] + order, len(self._pages) - 1)
-            found = (ids * tiles.tiles_of_page + heads).int()
+            found = (ids * tiles.tiles_of_page + self._heads).int()
             self._pages.scatter_(0, targets.flatten(), found.flatten())
