@@ -27,7 +27,9 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     KimiLinearConfig,
+    NemotronHConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -155,7 +157,8 @@ def _mixtures() -> dict[str, PretrainedConfig]:
 
 
 def _hybrids() -> dict[str, PretrainedConfig]:
-    """With the widths of Qwen3-Next-80B-A3B and Kimi-Linear-48B-A3B."""
+    """With the widths of Qwen3-Next-80B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Micro and
+    Nemotron-3-Nano-30B-A3B."""
     return {
         "qwen3_next": Qwen3NextConfig(
             **COMMON,
@@ -182,6 +185,38 @@ def _hybrids() -> dict[str, PretrainedConfig]:
             moe_intermediate_size=1024,
             num_local_experts=16,
         ),
+        "granite_hybrid": GraniteMoeHybridConfig(
+            **COMMON,
+            hidden_size=2048,
+            num_hidden_layers=10,
+            layer_types=[*["linear_attention"] * 9, "full_attention"],
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            shared_intermediate_size=8192,
+            num_local_experts=0,
+            position_embedding_type="nope",
+            mamba_n_heads=64,
+            mamba_n_groups=1,
+            mamba_d_state=128,
+            attention_multiplier=1 / 64,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+        ),
+        "nemotron_h": NemotronHConfig(
+            **COMMON,
+            hidden_size=2688,
+            layer_types=[*["linear_attention", "moe"] * 4, "full_attention"],
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            head_dim=128,
+            mamba_num_heads=64,
+            moe_intermediate_size=1856,
+            moe_shared_expert_intermediate_size=3712,
+            n_routed_experts=16,
+            num_experts_per_tok=6,
+            time_step_min=1e-30,
+        ),
     }
 
 
@@ -198,7 +233,7 @@ class Weights:
             if ".experts." in name:
                 self.expert = self.expert or 0
                 self.expert += parameter[0].numel() * 2
-            elif "embed_tokens" not in name:
+            elif "embed" not in name:
                 self.shared += parameter.numel() * 2
         self.mixtures = sum(name.endswith(".experts") for name, _ in model.named_modules())
         self.expert //= max(1, self.mixtures)

@@ -48,7 +48,6 @@ _AMONG_IMAGES = "vision"
 
 _NOT_SERVED = {
     "jamba": "transformers' scan of several tokens ignores the state that is passed to it",
-    "nemotron_h": "transformers clamps its time step in prompts but not in decode",
 }
 """model_type -> why transformers does not compute the model exactly if a prompt is cut into chunks."""
 

@@ -62,6 +62,9 @@ EXPERTS = (
 down(act(gate(x)) * (up(x) + 1)). Llama 4's become ours (engine/llama4.py: Llama4Experts) after they are
 divided among ranks, and so do Step 3.7's (engine/step.py)."""
 
+UNGATED_EXPERTS = ("NemotronHExperts",)
+"""Mixtures whose experts are down(act(up(x))), held in one tensor each."""
+
 ROUTERS = (
     "Cohere2MoeTopKRouter",
     "DeepseekV4HashRouter",
@@ -145,6 +148,7 @@ NORMS = (
     "MinistralRMSNorm",
     "Mistral4RMSNorm",
     "MistralLarge4RMSNorm",
+    "NemotronHRMSNorm",
     "Olmo2RMSNorm",
     "Olmo3RMSNorm",
     "OlmoHybridRMSNorm",

@@ -35,7 +35,7 @@ struct Call {
   int32_t ratio;
   int32_t key_dim;    // a multiple of 16, at most kMaxDim
   int32_t value_dim;  // the same
-  int32_t taps;       // inputs of the convolution, at most kMaxTaps
+  int32_t taps;       // inputs of the convolution, at most kMaxTaps (convolution.h)
   int32_t decays;     // of each head: 1, or key_dim where each of its channels has its own (Kimi)
   int32_t is_silu;    // the gate of the result; else a sigmoid
   float bound;        // 0, or the least logarithm of a channel's decay, where it is that times a sigmoid (Ling)
@@ -44,7 +44,7 @@ struct Call {
   int32_t threads;
 };
 
-constexpr int kMaxDim = 256, kMaxTaps = 8;
+constexpr int kMaxDim = 256;
 
 using Run = void (*)(const Call& call);
 #if defined(__x86_64__)

@@ -29,7 +29,7 @@ MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDelt
 
 _CONVERTED = ("A_log", "dt_bias", "conv1d.weight")
 """Parameters that may be in float32."""
-MAX_DIM, MAX_TAPS = 256, 8  # delta_net.h: kMaxDim, kMaxTaps
+MAX_DIM, MAX_TAPS = 256, 8  # kMaxDim in delta_net.h, kMaxTaps in convolution.h
 
 
 class _Heads(ctypes.Structure):

@@ -1,8 +1,8 @@
 // Tokens of a gated delta net or of Kimi's delta attention. Include vector_avx512.h or vector_avx2.h first, and define BATON_DELTA_NET.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "convolution.h"
 #include "delta_net.h"
 #include "exponential.h"
 
@@ -10,19 +10,6 @@ namespace baton::delta_net {
 namespace {
 
 constexpr float kNormEps = 1e-6f;  // of the norms of queries and keys
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-inline Vec sigmoid(Vec x) { return divide(splat(1.0f), add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-// log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|, and log(1 + t) = 2 artanh(t / (2 + t)), relative error about 1e-6.
-inline Vec softplus(Vec x) {
-  const Vec t = exp_vector(min(x, sub(splat(0), x)));
-  const Vec s = divide(t, add(splat(2.0f), t)), squared = mul(s, s);
-  Vec p = splat(2.0f / 11);
-  for (float coefficient : {2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = mul_add(p, squared, splat(coefficient));
-  return mul_add(p, s, max(x, splat(0)));
-}
 
 // Scales x to length `to`.
 void normalise(float* x, int n, float to) {
@@ -56,64 +43,25 @@ void columns(const float* from, float* to, const float* q, const float* k, const
   for (int n = 0; n < N; ++n) store(out + 16 * n, sum[n]);
 }
 
-// The last inputs of a convolution over `count` channels, and its outputs.
-class Inputs {
- public:
-  Inputs(const Call& call, int64_t channel, int count) : call_(call), channel_(channel), count_(count) {}
-
-  // Those before the first token: of row `row`'s slot, or none if the rows begin here.
-  void begin(int64_t row) {
-    oldest_ = 0;
-    const bf16* state = call_.reads == nullptr ? nullptr : in_slot(call_.reads[row]);
-    for (int tap = 0; tap < call_.taps; ++tap)
-      for (int i = 0; i < count_; ++i) rows_[tap][i] = state == nullptr ? 0.0f : to_float(state[i * call_.taps + tap]);
-  }
-
-  void append(const bf16* input, float* outputs) {
-    for (int i = 0; i < count_; ++i) rows_[oldest_][i] = to_float(input[i]);
-    oldest_ = (oldest_ + 1) % call_.taps;
-    for (int i = 0; i < count_; i += 16) {
-      Vec sum = splat(0);
-      for (int tap = 0; tap < call_.taps; ++tap) {
-        const float* weights = call_.conv_weight + tap * channels() + channel_;
-        sum = mul_add(load(row(tap) + i), load(weights + i), sum);
-      }
-      store(outputs + i, silu(sum));
-    }
-  }
-
-  void end(int64_t slot) const {
-    bf16* state = in_slot(slot);
-    for (int tap = 0; tap < call_.taps; ++tap)
-      for (int i = 0; i < count_; ++i) store_float(state[i * call_.taps + tap], row(tap)[i]);
-  }
-
- private:
-  int64_t channels() const { return int64_t{call_.key_heads} * (2 * call_.key_dim + call_.ratio * call_.value_dim); }
-  const float* row(int tap) const { return rows_[(oldest_ + tap) % call_.taps]; }
-  bf16* in_slot(int64_t slot) const { return reinterpret_cast<bf16*>(call_.conv + slot * call_.conv_slot) + channel_ * call_.taps; }
-
-  const Call& call_;
-  const int64_t channel_;
-  const int count_;
-  int oldest_ = 0;
-  float rows_[kMaxTaps][kMaxDim];
-};
-
 class Recurrence {
  public:
-  explicit Recurrence(const Call& call) : call_(call) {}
+  explicit Recurrence(const Call& call)
+      : call_(call),
+        convolution_{call.conv, call.conv_slot, call.conv_weight, nullptr,
+                     int64_t{call.key_heads} * (2 * call.key_dim + call.ratio * call.value_dim), call.taps} {}
 
   // One key head of one row, with its values.
   void run(int64_t row, int64_t head) const {
     const Call& c = call_;
     const int64_t keys = int64_t{c.key_heads} * c.key_dim, write = c.writes[row];
-    Inputs queries(c, head * c.key_dim, c.key_dim), own_keys(c, keys + head * c.key_dim, c.key_dim);
+    const int64_t read = c.reads == nullptr ? -1 : c.reads[row];
+    Inputs<kMaxDim> queries(convolution_, head * c.key_dim, c.key_dim);
+    Inputs<kMaxDim> own_keys(convolution_, keys + head * c.key_dim, c.key_dim);
     for (int64_t i = 0; i < c.ratio; ++i) {
       const int64_t value_head = head * c.ratio + i;
-      Inputs values(c, 2 * keys + value_head * c.value_dim, c.value_dim);
-      for (Inputs* inputs : {&queries, &own_keys, &values}) inputs->begin(row);
-      float *to = recurrent(write, value_head), *from = c.reads == nullptr ? to : recurrent(c.reads[row], value_head);
+      Inputs<kMaxDim> values(convolution_, 2 * keys + value_head * c.value_dim, c.value_dim);
+      for (Inputs<kMaxDim>* inputs : {&queries, &own_keys, &values}) inputs->begin(read);
+      float *to = recurrent(write, value_head), *from = c.reads == nullptr ? to : recurrent(read, value_head);
       if (c.reads == nullptr) std::fill_n(to, c.key_dim * c.value_dim, 0.0f);
       for (int64_t token = row * c.length; token < (row + 1) * c.length; ++token, from = to) {
         float q[kMaxDim], k[kMaxDim], v[kMaxDim], decay[kMaxDim], out[kMaxDim];
@@ -183,6 +131,7 @@ class Recurrence {
   }
 
   const Call& call_;
+  const Convolution convolution_;
 };
 
 void run_delta_net(const Call& call) {

@@ -9,29 +9,38 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-from engine.layer_classes import CLAMPED, activation_of, clamps_first, limit_of, sharpness_of
+from engine.layer_classes import (
+    CLAMPED,
+    UNGATED_EXPERTS,
+    activation_of,
+    clamps_first,
+    limit_of,
+    sharpness_of,
+)
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUTanh)
 
 
 def fusible(experts: Any) -> bool:
     """Whether this module's weights can be packed and its activation function is computed here."""
-    gate_up, down = _weights(experts)
-    return (
-        packable(gate_up[0])
-        and packable(down[0])
-        and down.shape[1] % GROUP == 0
-        and _is_computed(activation_of(experts))
-        and clamps_first(experts)
-    )
+    up, down = _weights(experts)
+    is_packable = packable(up[0]) and packable(down[0]) and down.shape[1] % GROUP == 0
+    return is_packable and _is_computed(experts) and clamps_first(experts)
 
 
-def _is_computed(activation: object) -> bool:
+def _has_gates(experts: Any) -> bool:
+    return type(experts).__name__ not in UNGATED_EXPERTS
+
+
+def _is_computed(experts: Any) -> bool:
+    activation = activation_of(experts)
+    if not _has_gates(experts):
+        return isinstance(activation, ReLUSquaredActivation)
     return activation is functional.silu or isinstance(activation, _ACTIVATIONS)
 
 
@@ -45,7 +54,7 @@ class ExpertsCall(ctypes.Structure):
         *((name, Weights) for name in ("gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")),
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("chosen_count", "experts", "hidden", "inner")),
+        *((name, ctypes.c_int32) for name in ("chosen_count", "experts", "hidden", "inner", "has_gates")),
         *((name, ctypes.c_float) for name in ("sharpness", "cubic", "offset", "limit")),
         ("threads", ctypes.c_int32),
     )
@@ -57,26 +66,27 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: Any, packer: Packer | None = None) -> None:
         super().__init__()
         packer = packer or Packer()
-        clamped = type(experts).__name__ == CLAMPED
+        clamped, has_gates = type(experts).__name__ == CLAMPED, _has_gates(experts)
         sharpness, cubic, offset, limit = _activation(experts)
-        gate_up, down = _weights(experts)
-        count, width, hidden = gate_up.shape
-        halves = [
-            Matrix(weight, expert * width // GROUP + half, 2)
+        up, down = _weights(experts)
+        (count, width, hidden), inner = up.shape, down.shape[2]
+        parts = [
+            Matrix(weight, expert * width // GROUP + part, 2 if has_gates else 1)
             for expert in range(count)
-            for half, weight in enumerate(_halves(gate_up[expert], clamped))
+            for part, weight in enumerate(_halves(up[expert], clamped) if has_gates else (up[expert],))
         ]
-        self._gate_up = packer.pack(count * width, hidden, halves)
+        self._up = packer.pack(count * width, hidden, parts)
         downs = [Matrix(down[i], i * hidden // GROUP) for i in range(count)]
-        self._down = packer.pack(count * hidden, width // 2, downs)
+        self._down = packer.pack(count * hidden, inner, downs)
         self._library = kernels()
         assert self._library.baton_experts_call_bytes() == ctypes.sizeof(ExpertsCall)
         self._call = ExpertsCall(
-            gate_up=self._gate_up.weights(),
+            gate_up=self._up.weights(),
             down=self._down.weights(),
             experts=count,
             hidden=hidden,
-            inner=width // 2,
+            inner=inner,
+            has_gates=has_gates,
             sharpness=sharpness,
             cubic=cubic,
             offset=offset,
@@ -110,9 +120,10 @@ class PackedExperts(nn.Module):
 
 
 def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights as [experts, 2 x inner, hidden] and [experts, hidden, inner], for both storage orders."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
+    """The weights as [experts, 2 x inner, hidden], or without gates [experts, inner, hidden], and [experts,
+    hidden, inner], for both storage orders."""
+    up, down = experts.gate_up_proj if _has_gates(experts) else experts.up_proj, experts.down_proj
+    return (up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (up, down)
 
 
 def _activation(experts: Any) -> tuple[float, float, float, float]:

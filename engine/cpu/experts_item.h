@@ -22,7 +22,7 @@ struct Pair {
   float factor;
 };
 
-// The outputs of an expert's first product that one thread computes: units [unit, unit + units).
+// The outputs of an expert's first product that one thread computes: units [unit, unit + units) of kGroup activations.
 struct Task {
   const Hit* hit;
   int64_t unit, units;
@@ -32,14 +32,14 @@ class Mixture {
  public:
   explicit Mixture(const Call& call) : call_(call), groups_(call.hidden / kGroup) {
     sort_pairs();
+    const int64_t units = call.inner / kGroup, step = call.has_gates ? kUnitsOfTask : 2 * kUnitsOfTask;
     for (const Hit& hit : hits_)
-      for (int64_t unit = 0; unit < call.inner / kGroup; unit += kUnitsOfTask)
-        tasks_.push_back({&hit, unit, std::min(kUnitsOfTask, call.inner / kGroup - unit)});
+      for (int64_t unit = 0; unit < units; unit += step) tasks_.push_back({&hit, unit, std::min(step, units - unit)});
   }
 
   void run(Team& team) {
     const int64_t tasks = static_cast<int64_t>(tasks_.size());
-    for (int64_t i = Team::next(gate_up_); i < tasks; i = Team::next(gate_up_)) gate_up(tasks_[i]);
+    for (int64_t i = Team::next(up_); i < tasks; i = Team::next(up_)) call_.has_gates ? gate_up(tasks_[i]) : up(tasks_[i]);
     team.barrier();
     const int64_t step = kUnit * kUnitsOfTask;
     for (int64_t group = step * Team::next(down_); group < groups_; group = step * Team::next(down_))
@@ -89,6 +89,22 @@ class Mixture {
            2 * task.units, activate);
   }
 
+  void up(const Task& task) {
+    const Call& c = call_;
+    const Hit& hit = *task.hit;
+    auto square = [&](const float* sums, int64_t ldc, int64_t first, int rows, int64_t group, int count) {
+      for (int r = 0; r < rows; ++r)
+        for (int i = 0; i < count; ++i) {
+          const Vec kept = max(splat(0), load(sums + r * ldc + i * kGroup));  // a NaN is the second operand, which is returned
+          store(c.activated + (hit.first + first + r) * c.inner + (task.unit + group + i) * kGroup, mul(kept, kept));
+        }
+    };
+    Team alone(0, 1);
+    const int64_t first_group = hit.expert * c.inner / kGroup + task.unit;
+    matmul(alone, {hit.rows, hit.stride, false}, hit.count, c.gate_up.from_group(first_group, c.hidden), c.hidden, task.units,
+           square);
+  }
+
   Vec activation(Vec gate, Vec up) const {
     // The bound comes first: these instructions return their second operand if one of them is a NaN.
     const Vec most = splat(call_.limit), least = splat(-call_.limit);
@@ -133,7 +149,7 @@ class Mixture {
   std::vector<Pair> pairs_;
   std::vector<Hit> hits_;
   std::vector<Task> tasks_;
-  std::atomic<int64_t> gate_up_{0}, down_{0};
+  std::atomic<int64_t> up_{0}, down_{0};
 };
 
 void run_experts(const Call& call) {

@@ -1,5 +1,6 @@
-// Exponentials of sixteen floats, and silu. Include vector_avx512.h or vector_avx2.h first.
+// Exponentials of sixteen floats, and what activations are made of them. Include vector_avx512.h or vector_avx2.h first.
 #pragma once
+#include <cmath>
 #include <initializer_list>
 
 namespace baton {
@@ -16,6 +17,19 @@ inline Vec exp_vector(Vec x) {
     p = mul_add(p, r, splat(coefficient));
   p = add(mul_add(mul(p, r), r, r), splat(1.0f));
   return scale_by_power(p, n);
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline Vec sigmoid(Vec x) { return divide(splat(1.0f), add(splat(1.0f), exp_vector(sub(splat(0), x)))); }
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|, and log(1 + t) = 2 artanh(t / (2 + t)), relative error about 1e-6.
+inline Vec softplus(Vec x) {
+  const Vec t = exp_vector(min(x, sub(splat(0), x)));
+  const Vec s = divide(t, add(splat(2.0f), t)), squared = mul(s, s);
+  Vec p = splat(2.0f / 11);
+  for (float coefficient : {2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = mul_add(p, squared, splat(coefficient));
+  return mul_add(p, s, max(x, splat(0)));
 }
 
 inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp_vector(sub(splat(0), x)))); }

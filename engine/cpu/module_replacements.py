@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
-from engine.cpu import delta_net, experts, grouped_linear
+from engine.cpu import delta_net, experts, grouped_linear, mamba2
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
 from engine.cpu.router import holder_of_weight, pack_router
 from engine.decoder_parts import DECODERS
-from engine.layer_classes import EXPERTS, ROUTERS
+from engine.layer_classes import EXPERTS, ROUTERS, UNGATED_EXPERTS
 from engine.replacement_table import ReplacementTable, apply_replacements
 
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ class CpuReplacements:
         self._fused: FusedDecoder | None = None
         self.table: ReplacementTable = {
             **dict.fromkeys(DECODERS, self.decoder),
-            **dict.fromkeys(EXPERTS, self.experts),
+            **dict.fromkeys((*EXPERTS, *UNGATED_EXPERTS), self.experts),
             **dict.fromkeys(ROUTERS, self.router),
             **dict.fromkeys(delta_net.MODELS, self.delta_net),
+            **dict.fromkeys(mamba2.MODELS, self.mamba2),
             "DeepseekV4GroupedLinear": self.grouped,
             "Linear": self.linear,
         }
@@ -93,11 +94,21 @@ class CpuReplacements:
         """Pack the projections of one gated delta net, and replace what is between them."""
         if not packs(config) or not delta_net.fusible(mixer):
             return None
+        self._pack_projections(mixer, config)
+        return delta_net.DeltaNet(mixer)
+
+    def mamba2(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """The same of one Mamba-2 layer."""
+        if not packs(config) or not mamba2.fusible(mixer):
+            return None
+        self._pack_projections(mixer, config)
+        return mamba2.Mamba2(mixer)
+
+    def _pack_projections(self, mixer: nn.Module, config: EngineConfig) -> None:
         for part in list(mixer.modules()):
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
                     setattr(part, name, packed)
-        return delta_net.DeltaNet(mixer)
 
     def grouped(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace DeepSeek-V4's projection of groups of heads."""

@@ -110,6 +110,8 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_experts.restype = None
     library.baton_delta_net.argtypes = [address]
     library.baton_delta_net.restype = None
+    library.baton_mamba2.argtypes = [address]
+    library.baton_mamba2.restype = None
 
 
 def machine_isas() -> tuple[str, ...]:

@@ -1,9 +1,8 @@
 """Families in which some layers keep a state of fixed size and some attend: to all tokens, to a window, or to
 latents (Kimi Linear).
 
-Jamba and Nemotron-H are not in the table. In transformers their state depends on how the tokens are cut into
-chunks, so a cached state cannot be exact: Jamba's scan of several tokens ignores the state passed to it, and
-Nemotron-H bounds the time step in a prompt but not in decode.
+Jamba is not in the table. In transformers its state depends on how the tokens are cut into chunks, so a
+cached state cannot be exact: its scan of several tokens ignores the state passed to it.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ _MIXERS = {
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
     "FalconH1Mixer": "cache_params",
     "GraniteMoeHybridMambaLayer": "cache_params",
+    "NemotronHMamba2Mixer": "cache_params",
     "KimiLinearDeltaAttention": "cache_params",
     "BailingHybridDeltaAttention": "cache_params",
     "Glm5NextTextLinearAttention": "cache_params",
@@ -101,6 +101,13 @@ def _mamba2(config: Any) -> Shapes:
     return {CONV: (channels, config.mamba_d_conv), RECURRENT: (heads, head_dim, config.mamba_d_state)}
 
 
+def _nemotron_mamba2(config: Any) -> Shapes:
+    """The same by other names."""
+    heads, head_dim = config.mamba_num_heads, config.mamba_head_dim
+    channels = heads * head_dim + 2 * config.n_groups * config.ssm_state_size
+    return {CONV: (channels, config.conv_kernel), RECURRENT: (heads, head_dim, config.ssm_state_size)}
+
+
 def _short_conv(config: Any) -> Shapes:
     return {CONV: (config.hidden_size, config.conv_L_cache)}
 
@@ -149,12 +156,21 @@ def _prepare_bailing(model: Any) -> None:
     absorb(model, HeadGatedLatentAttention, rotate_pairs)
 
 
+def _prepare_nemotron(model: Any) -> None:
+    """transformers bounds the time steps of prompts by time_step_min, from which weights are drawn before
+    training. The model's bounds are time_step_limit (0076)."""
+    for module in model.modules():
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.time_step_limit = tuple(model.config.time_step_limit)
+    _pack_mixers(model)
+
+
 def _prepare_granite(model: Any) -> None:
     _pack_mixers(model)
     divide_logits(model)
 
 
-def _check_granite(config: Any) -> None:
+def _check_mamba2(config: Any) -> None:
     _unbounded_time_step(config)
     _some_attend(config)
 
@@ -253,7 +269,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteMoeHybridForCausalLM",
         _groups(_mamba2),
         layer_types=_LINEAR_OR_FULL,
-        check=_check_granite,
+        check=_check_mamba2,
         prepare=_prepare_granite,
     ),
     "kimi_linear": Family(
@@ -263,6 +279,13 @@ FAMILIES: dict[str, Family] = {
         allows=frozenset({"kv_lora_rank"}),
         check=_check_kimi,
         prepare=_prepare_kimi,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        _groups(_nemotron_mamba2),
+        layer_types=_LINEAR_OR_FULL | {"mlp", "moe"},
+        check=_check_mamba2,
+        prepare=_prepare_nemotron,
     ),
     "lfm2": _with_short_convolutions("Lfm2ForCausalLM"),
     "lfm2_moe": _with_short_convolutions("Lfm2MoeForCausalLM"),

@@ -70,13 +70,13 @@ _STEP: Dimensions = {  # as published
 }
 
 _PLAIN = (
-    *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe"),
-    *("exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granite"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
-    *("kolibri1", "llama", "mellum"),
-    *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
-    "vaultgemma",
+    *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text"),
+    *("glm4_moe", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
+    *("internlm3", "iquestcoder", "jais2", "kolibri1", "llama", "mellum", "ministral"),
+    *("ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss"),
+    *("smollm3", "solar_open", "vaultgemma"),
 )
 _OF_TYPE: Mapping[str, Dimensions] = {
     **{model_type: {} for model_type in _PLAIN},
@@ -136,6 +136,7 @@ _DIVIDED = (
     *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "o_groups"),
     *("dense_intermediate_size", "shared_intermediate_size", "share_expert_dim"),
+    "moe_shared_expert_intermediate_size",
 )
 """Keys of config.json of which each rank has its share, beside the KV heads."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.layer_classes import EXPERTS
+from engine.layer_classes import EXPERTS, UNGATED_EXPERTS
 from engine.parallel.group import RankGroup
 from engine.parallel.shard import is_whole
 
@@ -95,7 +95,7 @@ def put_sums(model: Any, group: RankGroup) -> None:
         by_inputs = own in _BY_INPUTS or (own in _BY_INPUTS_IN_MLPS and _MLP.search(parent) is not None)
         if by_inputs and isinstance(module, nn.Linear):
             setattr(model.get_submodule(parent), own, SummedLinear(module, group))
-        elif type(module).__name__ in EXPERTS:
+        elif type(module).__name__ in (*EXPERTS, *UNGATED_EXPERTS):
             setattr(model.get_submodule(parent), own, SummedExperts(module, group))
         elif own in ("q_norm", "k_norm") and type(module).__name__ in _OF_ALL_HEADS:
             setattr(model.get_submodule(parent), own, DividedNorm(module, group))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,12 +32,12 @@ from engine.loader import load_model
 from engine.states import CONV, RECURRENT, SequenceStates
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from tests.support.driver import Driver, open_pools
-from tests.support.reference import draw_model, reference_model
+from tests.support.reference import draw_model, greedy, reference_model
 from tests.support.tiny_models import make_tiny
 
 HYBRID = (
     *("bailing_hybrid", "falcon_h1", "glm5_next_text", "kimi_linear", "lfm2", "lfm3"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    *("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
 )
 PAGE, PAGES, TOKENS = 16, 40, 24
 _random = random.Random(21)
@@ -174,13 +176,31 @@ def test_a_convolution_is_handed_what_transformers_cache_hands_it(lengths: tuple
             "no layer in its layer_types attends",
         ),
         (JambaConfig(), "model_type 'jamba'"),
-        (NemotronHConfig(), "model_type 'nemotron_h'"),
+        (NemotronHConfig(time_step_limit=(0.001, 1.0)), r"time_step_limit is \(0.001, 1.0\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_would_not_be_exact_is_refused(config: PretrainedConfig, named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         check_model(config)
+
+
+def test_nemotrons_time_steps_have_no_bound_but_that_of_its_config(drawn: Drawn, tmp_path: Path) -> None:
+    """Whatever time_step_min says, from which weights are drawn before training: transformers takes it for a
+    bound in prompts, so its tokens are others."""
+    path, wanted = drawn("nemotron_h")
+    bounded = tmp_path / "bounded"
+    shutil.copytree(path, bounded)
+    keys = json.loads((bounded / "config.json").read_text())
+    (bounded / "config.json").write_text(json.dumps({**keys, "time_step_min": 2.0}))
+    model = reference_model(bounded, 0)
+    assert [answer.tokens for answer in greedy(model, PROMPTS[-1:], TOKENS)] != wanted[-1:]
+    runner, _ = open_pools(bounded, PAGE, PAGES)
+    driver = Driver(runner, PAGES, PAGE)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, TOKENS, 16)
+    runner.close()
+    assert [lane.outputs for lane in lanes] == wanted
 
 
 @pytest.mark.parametrize("family", HYBRID)

@@ -561,6 +561,33 @@ def _nemotron(draw: ShapeDraw) -> Keys:
     return {**_half_rotary(draw), "mlp_bias": draw.flag()}
 
 
+def _nemotron_h(draw: ShapeDraw) -> Keys:
+    """A layer is one mixer."""
+    kinds = [
+        draw.rng.choice(["linear_attention", "full_attention", "mlp", "moe"]) for _ in range(draw.layers + 1)
+    ]
+    kinds[draw.rng.randrange(len(kinds))] = "full_attention"
+    heads, head_dim = draw.rng.choice([(2, 16), (4, 8), (4, 16), (6, 16)])
+    return {
+        **draw.experts("n_routed_experts"),
+        "layer_types": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "n_groups": draw.rng.choice([1, 2]),
+        "ssm_state_size": draw.rng.choice([8, 12, 16]),
+        "conv_kernel": draw.rng.choice([2, 4]),
+        "chunk_size": draw.rng.choice([8, 16, 256]),
+        "use_conv_bias": draw.flag(),
+        "use_bias": draw.flag(),
+        "mlp_bias": draw.flag(),
+        "moe_shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "moe_latent_size": draw.rng.choice([None, 16, 24]),
+        "norm_topk_prob": draw.flag(),
+        "routed_scaling_factor": draw.rng.choice([1.0, 2.5]),
+        "time_step_min": 1e-30,  # transformers' bound in prompts
+    }
+
+
 def _olmo(draw: ShapeDraw) -> Keys:
     return {**_derived(draw), "clip_qkv": draw.rng.choice([None, 1.0])}
 
@@ -626,6 +653,7 @@ SIMILAR_SHAPES = {
     "mistral_large4_text": _mistral_large,
     "nanochat": _nanochat,
     "nemotron": _nemotron,
+    "nemotron_h": _nemotron_h,
     "olmo": _olmo,
     "olmo2": _derived,
     "olmo3": _olmo3,

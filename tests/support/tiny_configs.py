@@ -75,6 +75,7 @@ from transformers import (
     MixtralConfig,
     NanoChatConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
@@ -530,6 +531,22 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "olmo_hybrid": lambda: OlmoHybridConfig(
         **{key: value for key, value in _delta_net().items() if key not in ("head_dim", "rope_parameters")}
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **_without("num_hidden_layers"),
+        layer_types=["linear_attention", "moe", "full_attention", "mlp", *_LINEAR[:2]],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=12,
+        chunk_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        moe_latent_size=24,
+        routed_scaling_factor=2.5,
+        time_step_min=1e-30,  # transformers' bound in prompts, which this engine does not apply
     ),
     "exaone4": lambda: Exaone4Config(
         **{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW, layer_types=_SLIDING

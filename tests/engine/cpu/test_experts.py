@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DeepseekV4Config, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
+from transformers import DeepseekV4Config, Gemma4TextConfig, GptOssConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.config import EngineConfig
@@ -18,7 +19,7 @@ from tests.support.cpu_kernels import packing_isas
 
 packing_isas()  # skipped without any
 
-FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v4"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v4", "nemotron_h"]
 
 
 def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
@@ -41,6 +42,11 @@ def make_experts(dtype, inner=32, family="qwen3_moe", hidden=64):
             swiglu_limit=1.0,
         )
         kind = DeepseekV4Experts
+    elif family == "nemotron_h":
+        config = NemotronHConfig(
+            hidden_size=hidden, moe_intermediate_size=inner, n_routed_experts=5, num_experts_per_tok=2
+        )
+        kind = NemotronHExperts
     elif family == "gemma4_text":
         config = Gemma4TextConfig(
             hidden_size=hidden, moe_intermediate_size=inner, num_experts=5, top_k_experts=2
@@ -102,7 +108,7 @@ def test_a_number_that_is_none_stays_one(family):
     assert [bool(row.isnan().any()) for row in out] == [False, True, False]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_what_cannot_be_packed_is_left_alone(family):
     replacements, config = CpuReplacements(), EngineConfig("m")
     assert replacements.experts(make_experts(torch.float32, family=family), config) is None
