@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that takes images, too: Gemma 3 and 4, GLM-5.3, Llama 4, MiniMax-M3,
+"""The text part of a checkpoint that takes images, too: Gemma 3, 3n and 4, GLM-5.3, Llama 4, MiniMax-M3,
 Mistral Small 3 and Large 4, Qwen 3.5, Kimi K2.5, Step 3.7.
 
 Text alone goes through the same layers as in a model without images, so that only these are loaded.
@@ -16,6 +16,7 @@ Weight = TypeVar("Weight")
 
 _ARCHITECTURES = {
     "gemma3": ("Gemma3ForConditionalGeneration",),
+    "gemma3n": ("Gemma3nForConditionalGeneration",),
     "gemma4": ("Gemma4ForConditionalGeneration",),
     "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration",),
     "glm5_next": ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"),

@@ -1,4 +1,4 @@
-"""Mamba-2 layers (Granite 4.0, Falcon-H1, Nemotron-H): one C++ call between the projections.
+"""Mamba-2 layers (Granite 4.0, Falcon-H1, Nemotron-H, Bamba): one C++ call between the projections.
 
 With transformers' modules a decode step of one layer takes some thirty operators on gathered states, and a
 prompt goes through a parallel form whose products take more work than the recurrence. Here a state is read
@@ -19,7 +19,7 @@ from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT
 
-MODELS = ("FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
+MODELS = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
 """The transformers classes that Mamba2 computes."""
 
 _CONVERTED = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")

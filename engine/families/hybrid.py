@@ -31,6 +31,7 @@ _MIXERS = {
     "Qwen3NextGatedDeltaNet": "cache_params",
     "Qwen3_5GatedDeltaNet": "cache_params",
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
+    "BambaMixer": "cache_params",
     "FalconH1Mixer": "cache_params",
     "GraniteMoeHybridMambaLayer": "cache_params",
     "NemotronHMamba2Mixer": "cache_params",
@@ -249,6 +250,13 @@ FAMILIES: dict[str, Family] = {
         allows=frozenset({"kv_lora_rank"}),
         check=_some_attend,
         prepare=_prepare_bailing,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        _groups(_mamba2),
+        layer_types=_LINEAR_OR_FULL,
+        check=_check_mamba2,
+        prepare=_pack_mixers,
     ),
     "falcon_h1": Family(
         "FalconH1ForCausalLM",

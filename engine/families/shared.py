@@ -14,8 +14,9 @@ from typing import Any
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.families.heads import cap_logits
-from engine.families.windowed import by_layer_type, check_named
-from engine.gemma4 import Gemma4Decoder
+from engine.families.windowed import by_layer_type, check_named, full_and_window, layers_of
+from engine.gemma3n import Gemma3nDecoder, thin_gates
+from engine.kv_sharing import Gemma4Decoder
 from kvcache.layout import KVGroupSpec
 
 
@@ -50,6 +51,16 @@ def _groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
     return full, group("sliding_attention", "window", config.sliding_window)
 
 
+def _groups_of_equal_heads(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
+    """Gemma 3n's: full and sliding layers have the same heads."""
+    own = range(_own_layers(config))
+    full, sliding = (
+        tuple(layer for layer in layers_of(config, {kind}) if layer in own)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full_and_window(config, dtypes, full, sliding, config.sliding_window)
+
+
 def _check(config: Any) -> None:
     check_named(config)
     if config.num_kv_shared_layers and not config.hidden_size_per_layer_input:
@@ -65,6 +76,12 @@ def _prepare(model: Any) -> None:
     model.model = Gemma4Decoder(model.model)
 
 
+def _prepare_gemma3n(model: Any) -> None:
+    cap_logits(model)
+    thin_gates(model.model)
+    model.model = Gemma3nDecoder(model.model)
+
+
 _GEMMA4 = replace(
     by_layer_type("Gemma4ForCausalLM"),
     groups=_groups,
@@ -74,6 +91,13 @@ _GEMMA4 = replace(
     shared=_shared,
 )
 FAMILIES = {
+    "gemma3n_text": replace(
+        _GEMMA4,
+        architecture="Gemma3nForCausalLM",
+        groups=_groups_of_equal_heads,
+        check=check_named,
+        prepare=_prepare_gemma3n,
+    ),
     "gemma4_text": _GEMMA4,
     # Without embeddings of each layer, which its shared layers do not need.
     "gemma4_unified_text": replace(_GEMMA4, architecture="Gemma4UnifiedForCausalLM", check=check_named),

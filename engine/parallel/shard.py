@@ -70,7 +70,7 @@ _STEP: Dimensions = {  # as published
 }
 
 _PLAIN = (
-    *("afmoe", "apertus", "arcee", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5"),
+    *("afmoe", "apertus", "arcee", "bamba", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5"),
     *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text"),
     *("glm4_moe", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
     *("internlm3", "iquestcoder", "jais2", "kolibri1", "llama", "mellum", "ministral"),

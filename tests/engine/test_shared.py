@@ -37,6 +37,13 @@ def test_only_layers_with_keys_and_values_have_pages(tmp_path: Path) -> None:
     assert [facts.kv_layer for facts in loaded.attention] == [0, 1, 2, 3, 2, 3]
 
 
+def test_gemma_3ns_full_and_sliding_layers_have_the_same_heads(tmp_path: Path) -> None:
+    loaded = load_model(EngineConfig(str(make_tiny("gemma3n_text", tmp_path, 0))))
+    full = KVGroupSpec((1, 3), 2, 16, torch.float32)
+    assert loaded.spec.groups == (full, replace(full, layer_ids=(0, 2), name="window", window=WINDOW))
+    assert loaded.shared == {4: 2, 5: 3}
+
+
 def config_with(**changed: Any) -> Gemma4TextConfig:
     return Gemma4TextConfig(**{**MIXED["gemma4_text"]().to_dict(), **changed})
 
@@ -61,14 +68,15 @@ def test_shared_layers_need_embeddings_of_each_layer() -> None:
     check_model(config_with(hidden_size_per_layer_input=0, num_kv_shared_layers=0))
 
 
-def test_shared_layers_compute_only_tokens_that_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_shared_layers_compute_only_tokens_that_are_read(family: str, tmp_path: Path) -> None:
     """None of a chunk that does not end its prompt; one of a chunk that does, and of a decode row; all of a
     prompt whose tokens are scored."""
-    runner, pools = open_pools(make_tiny("gemma4_text", tmp_path, 0), 16, 40)
+    runner, pools = open_pools(make_tiny(family, tmp_path, 0), 16, 40)
     counts: list[tuple[int, int]] = []
     for number, layer in enumerate(runner.forward.decoder.decoder.layers):
         layer.register_forward_pre_hook(
-            lambda _, given, number=number: counts.append((number, len(given[0][0])))
+            lambda _, given, number=number: counts.append((number, given[0].shape[-2]))
         )
 
     def rows(work: list[tuple[Lane, int]], scores: bool = False) -> list[int]:

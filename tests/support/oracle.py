@@ -25,7 +25,7 @@ HYBRID = (
 EVERY = (*DENSE, *LATENT, *INDEXED, *WINDOWED, *HYBRID)
 SIMILAR = tuple(sorted({**tiny_configs.SIMILAR, "seed_oss": None}))
 """Families whose memory and attention are those of one in EVERY."""
-STATEFUL = (*HYBRID, "granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid")
+STATEFUL = (*HYBRID, "bamba", "granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid")
 """Families of EVERY and of SIMILAR with a state group."""
 
 Pair = tuple[tuple[int, object], tuple[int, object]]

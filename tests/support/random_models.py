@@ -14,7 +14,17 @@ EVERY_SHAPE = {**SHAPES, **SIMILAR_SHAPES}
 """model_type -> what draws its shape. tests hold it against the engine's table."""
 
 _WITHOUT_HEAD_DIM = (
-    *("apertus", "axk1", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe"),
+    *(
+        "apertus",
+        "axk1",
+        "bamba",
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "ernie4_5_moe",
+    ),
     *("flex_olmo", "hy_v4", "minicpm3"),
     *("falcon_h1", "glm4_moe_lite", "glm_moe_dsa", "granite", "granite_swa", "granitemoe"),
     *(

@@ -14,6 +14,7 @@ from tests.support.random_shapes import (
     lfm2,
     of_kinds,
 )
+from tests.support.tiny_configs import VOCAB_SIZE
 
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -329,6 +330,39 @@ def _granitemoe_swa(draw: ShapeDraw) -> Keys:
     return {**keys, **_granite_moe_shared(draw)}
 
 
+def _bamba(draw: ShapeDraw) -> Keys:
+    attend = [layer for layer in range(draw.layers) if draw.flag()] or [draw.layers - 1]
+    return {
+        **_derived(draw),
+        "attn_layer_indices": attend,
+        "mamba_n_heads": draw.heads,
+        "mamba_n_groups": 1,
+        "mamba_d_state": draw.rng.choice([8, 12, 16]),
+        "mamba_d_conv": draw.rng.choice([2, 4]),
+        "mamba_chunk_size": draw.rng.choice([8, 16, 256]),
+        "mamba_conv_bias": draw.flag(),
+        "mamba_proj_bias": draw.flag(),
+        "rope_parameters": draw.rope(partial_rotary_factor=0.5),
+    }
+
+
+def _gemma3n(draw: ShapeDraw) -> Keys:
+    kinds = draw.kinds("sliding_attention", "full_attention", "full_attention")
+    first = [kinds.index(kind) for kind in set(kinds)]
+    return {
+        "layer_types": kinds,
+        "num_kv_shared_layers": draw.rng.randrange(draw.layers - max(first)),
+        "hidden_size_per_layer_input": draw.rng.choice([8, 16]),
+        "vocab_size_per_layer_input": VOCAB_SIZE - draw.rng.choice([0, 20]),
+        "laurel_rank": draw.rng.choice([4, 8]),
+        "altup_num_inputs": draw.rng.choice([2, 4]),
+        "altup_correct_scale": draw.flag(),
+        "activation_sparsity_pattern": [draw.rng.choice([0.0, 0.5, 0.9]) for _ in kinds],
+        "final_logit_softcapping": draw.rng.choice([5.0, 30.0]),
+        "sliding_window": draw.window(),
+    }
+
+
 def _granite_hybrid(draw: ShapeDraw) -> Keys:
     keys = _granite(draw)
     del keys["mlp_bias"]
@@ -634,6 +668,8 @@ SIMILAR_SHAPES = {
     "granite_swa": _granite_swa,
     "granitemoe": _granite_moe,
     "granitemoe_swa": _granitemoe_swa,
+    "bamba": _bamba,
+    "gemma3n_text": _gemma3n,
     "granitemoehybrid": _granite_hybrid,
     "granitemoeshared": _granite_moe_shared,
     "hy_v3": _hy_v3,

@@ -120,7 +120,7 @@ def index_margins(model: Any) -> Iterator[list[float]]:
 
 
 _NOT_FILLED_UP = (
-    *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
+    *("bamba", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"),
     *("llama4_text", "deepseek_v4", "axk2", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text"),
     "glm5_next_text",
 )

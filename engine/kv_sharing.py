@@ -1,8 +1,9 @@
-"""Gemma 4's decoder. Its last layers, which have no keys and values of their own, compute only the new tokens
-that are read.
+"""Decoders whose last layers have no keys and values of their own: Gemma 3n's and 4's. These layers compute
+only the new tokens that are read.
 
-Nothing follows from the other tokens there: no page holds anything of these layers. With E2B, where they are
-20 of 35, a prompt takes half the products. transformers does the same for one prompt at a time.
+Nothing follows from the other tokens there: no page holds anything of these layers. With Gemma 4 E2B, where
+they are 20 of 35, a prompt takes half the products. transformers does the same for one prompt of Gemma 4 at a
+time, and not for Gemma 3n.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from engine.paged_cache import PagedCache
 from engine.paged_layers import DecoderOutput, PagedLayers
 
 
-class Gemma4Decoder(nn.Module):
-    """Replaces transformers' Gemma4TextModel or Gemma4UnifiedTextModel, whose modules it calls."""
+class KVSharingDecoder(nn.Module):
+    """Replaces a decoder of transformers, whose modules it calls.
+
+    A subclass says what goes into the first layer, [..., T, hidden], what each layer adds for a token, and
+    what comes out of the last one.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.decoder = model
         self._kinds: list[str] = model.config.layer_types
-        self._first_shared: int = model.first_kv_shared_layer_idx
+        self._first_shared: int = len(self._kinds) - model.config.num_kv_shared_layers
 
     def forward(
         self,
@@ -40,17 +45,18 @@ class Gemma4Decoder(nn.Module):
         not finite where a K or V is not.
         """
         model = self.decoder
-        hidden = model.embed_tokens(input_ids)
-        of_layers = self._of_layers(input_ids, hidden)
-        rotary = {kind: model.rotary_emb(hidden, position_ids, kind) for kind in set(self._kinds)}
+        embedded = model.embed_tokens(input_ids)
+        of_layers = self._of_layers(input_ids, embedded)
+        rotary = {kind: model.rotary_emb(embedded, position_ids, kind) for kind in set(self._kinds)}
         shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by kind: new K and V, [1, heads, T, dim]
+        hidden = self._first(embedded)
         whole, rows, layers = hidden, None, paged
         for number, (kind, layer) in enumerate(zip(self._kinds, model.layers, strict=True)):
             if number == self._first_shared and paged.tail is not None and paged.reads is not None:
                 whole, rows, layers = hidden, upload(paged.reads.rows, hidden.device), paged.tail
                 if not len(rows):
-                    return DecoderOutput(whole)
-                hidden = hidden[:, rows]
+                    return DecoderOutput(self._unread(whole))
+                hidden = hidden[..., rows, :]
                 of_layers = None if of_layers is None else of_layers[:, rows]
                 rotary = {kind: (cos[:, rows], sin[:, rows]) for kind, (cos, sin) in rotary.items()}
                 shared = {kind: (k[:, :, rows], v[:, :, rows]) for kind, (k, v) in shared.items()}
@@ -64,16 +70,43 @@ class Gemma4Decoder(nn.Module):
                 past_key_values=past_key_values,
                 paged=layers,
             )
-        hidden = model.norm(hidden)
+        hidden = model.norm(self._last(hidden))
         if rows is None:
             return DecoderOutput(hidden)
-        return DecoderOutput(whole.index_copy(1, rows, hidden))
+        return DecoderOutput(self._unread(whole).index_copy(1, rows, hidden))
+
+    def _first(self, embedded: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
     def _of_layers(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
         """What each layer adds for a token, [1, T, layers, width]; None if none does."""
+        raise NotImplementedError
+
+    def _unread(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, hidden] of what goes into a layer."""
+        raise NotImplementedError
+
+    def _last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, hidden] of what comes out of the last layer, before its norm."""
+        raise NotImplementedError
+
+
+class Gemma4Decoder(KVSharingDecoder):
+    """Of Gemma4TextModel or Gemma4UnifiedTextModel."""
+
+    def _first(self, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded
+
+    def _of_layers(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
         model = self.decoder
         if not getattr(model, "hidden_size_per_layer_input", 0):
             return None
         of_tokens = model.get_per_layer_inputs(input_ids, embedded)
         result: torch.Tensor = model.project_per_layer_inputs(embedded, of_tokens)
         return result
+
+    def _unread(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def _last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
