@@ -99,6 +99,23 @@ by name, each [slots, ...], slots to read [B], or None if the sequences start he
 [B x L, hidden]."""
 
 
+def through_mixer(
+    mixer: Mixer,
+    kernel: int,
+    hidden: torch.Tensor,
+    slots: dict[str, torch.Tensor],
+    reads: torch.Tensor | None,
+    writes: torch.Tensor,
+) -> torch.Tensor:
+    """A RunInSlots for a mixer, whose convolution has so many inputs: with gathered states."""
+    gathered = {} if reads is None else {name: tensor[reads] for name, tensor in slots.items()}
+    states = SequenceStates(kernel, gathered)
+    out = mixer(hidden.view(len(writes), -1, hidden.shape[-1]), states)
+    for name, tensor in slots.items():
+        tensor[writes] = states.tensors[name]
+    return out.reshape(hidden.shape)
+
+
 class PackedStates:
     """The state group's pool, and the calls into which the current step is cut. Used from one thread."""
 
@@ -148,17 +165,10 @@ class PackedStates:
         self, layer: int, mixer: Mixer, in_slots: RunInSlots | None, hidden: torch.Tensor, call: _Call
     ) -> torch.Tensor:
         """hidden [B x L, hidden] -> the same shape. Writes the new states to the pool."""
-        pool, gathered = self._pool, {}
+        slots = {name: self._pool.tensor(layer, name) for name in self._names[layer]}
         if in_slots is not None:
-            slots = {name: pool.tensor(layer, name) for name in self._names[layer]}
             return in_slots(hidden, slots, call.reads, call.writes)
-        if call.reads is not None:
-            gathered = {name: pool.tensor(layer, name)[call.reads] for name in self._names[layer]}
-        states = SequenceStates(self._kernels[layer], gathered)
-        out = mixer(hidden.view(-1, call.length, hidden.shape[-1]), states)
-        for name in self._names[layer]:
-            pool.tensor(layer, name)[call.writes] = states.tensors[name]
-        return out.reshape(hidden.shape)
+        return through_mixer(mixer, self._kernels[layer], hidden, slots, call.reads, call.writes)
 
     def _call(
         self,

@@ -9,7 +9,6 @@ delta_net.py.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch import nn
 
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
+from engine.mamba2_forms import gated_norm, projected
 from engine.states import CONV, RECURRENT
-
-MODELS = ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
-"""The transformers classes that Mamba2 computes."""
 
 _CONVERTED = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
 """Parameters that may be in float32."""
@@ -47,28 +44,9 @@ class Mamba2Call(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class _GatedNorm:
-    """What is done with the result and the gates."""
-
-    weight: torch.Tensor | None  # None: the result is gated and not normalised
-    group: int  # channels that are normalised together
-    gates_first: bool
-    eps: float
-
-
-def _norm(mixer: Any) -> _GatedNorm:
-    norm, width = mixer.norm, mixer.intermediate_size
-    if isinstance(norm, nn.Identity):  # of Falcon-H1, without mamba_rms_norm
-        return _GatedNorm(None, width, True, 0.0)
-    group = getattr(norm, "group_size", None) or width // norm.n_groups
-    gates_first = not getattr(norm, "norm_before_gate", False)
-    return _GatedNorm(norm.weight, group, gates_first, norm.variance_epsilon)
-
-
 def fusible(mixer: Any) -> bool:
     """Whether Mamba2 computes the same as this transformers mixer."""
-    dims = mixer.intermediate_size, mixer.ssm_state_size, _norm(mixer).group
+    dims = mixer.intermediate_size, mixer.ssm_state_size, gated_norm(mixer).group
     return (
         mixer.activation == "silu"
         and mixer.conv_kernel_size <= MAX_TAPS
@@ -90,7 +68,7 @@ class Mamba2(nn.Module):
     def __init__(self, mixer: Any) -> None:
         super().__init__()
         self.mixer = mixer
-        norm, bias = _norm(mixer), mixer.conv1d.bias
+        norm, bias = gated_norm(mixer), mixer.conv1d.bias
         kept = {
             "conv_weight": _kept(mixer.conv1d.weight.squeeze(1).t()),
             "rate": -_kept(mixer.A_log).exp(),
@@ -102,7 +80,6 @@ class Mamba2(nn.Module):
         if norm.weight is not None:
             kept["norm"] = _kept(norm.weight)
         self._kept = kept
-        self._scales = getattr(mixer, "ssm_in_multiplier", 1.0), getattr(mixer, "mup_vector", None)
         self._library = kernels()
         assert self._library.baton_mamba2_call_bytes() == ctypes.sizeof(Mamba2Call)
         self._call = Mamba2Call(
@@ -127,8 +104,8 @@ class Mamba2(nn.Module):
         """A RunInSlots (engine/states.py)."""
         call, conv, recurrent = self._call, states[CONV], states[RECURRENT]
         assert (conv.dtype, recurrent.dtype) == (torch.bfloat16, torch.float32)
-        projected = self._projected(hidden)
-        call.projected, call.token = projected.data_ptr(), projected.stride(0)
+        inputs = projected(self.mixer, hidden)
+        call.projected, call.token = inputs.data_ptr(), inputs.stride(0)
         call.conv, call.conv_slot = conv.data_ptr(), conv.stride(0) * conv.element_size()
         call.recurrent = recurrent.data_ptr()
         call.recurrent_slot = recurrent.stride(0) * recurrent.element_size()
@@ -141,9 +118,3 @@ class Mamba2(nn.Module):
         self._library.baton_mamba2(ctypes.byref(call))
         result: torch.Tensor = self.mixer.out_proj(out)
         return result
-
-    def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gates, what is convolved, and time steps. Falcon-H1 scales what goes in, and each of these."""
-        before, after = self._scales
-        projected: torch.Tensor = self.mixer.in_proj(hidden if before == 1.0 else hidden * before)
-        return projected if after is None else projected * after.view(-1)

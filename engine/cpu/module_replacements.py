@@ -19,7 +19,9 @@ from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packa
 from engine.cpu.op import KernelsUnavailable
 from engine.cpu.router import holder_of_weight, pack_router
 from engine.decoder_parts import DECODERS
+from engine.delta_forms import DELTA_NETS
 from engine.layer_classes import EXPERTS, ROUTERS, UNGATED_EXPERTS
+from engine.mamba2_forms import MAMBA2
 from engine.replacement_table import ReplacementTable, apply_replacements
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ class CpuReplacements:
             **dict.fromkeys(DECODERS, self.decoder),
             **dict.fromkeys((*EXPERTS, *UNGATED_EXPERTS), self.experts),
             **dict.fromkeys(ROUTERS, self.router),
-            **dict.fromkeys(delta_net.MODELS, self.delta_net),
-            **dict.fromkeys(mamba2.MODELS, self.mamba2),
+            **dict.fromkeys(DELTA_NETS, self.delta_net),
+            **dict.fromkeys(MAMBA2, self.mamba2),
             "DeepseekV4GroupedLinear": self.grouped,
             "Linear": self.linear,
         }

@@ -27,10 +27,13 @@ from engine.cuda.layers import (
     has_weight,
 )
 from engine.cuda.limits import DTYPES
+from engine.cuda.state_layers import delta_steps, mamba2_steps
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import Products
 from engine.decoder_parts import DECODERS, is_mixture
+from engine.delta_forms import DELTA_NETS
 from engine.layer_classes import EXPERTS, MLPS, NORMS, NORMS_PLUS_ONE
+from engine.mamba2_forms import MAMBA2
 from engine.replacement_table import ReplacementTable, apply_replacements
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,9 @@ def register(table: ReplacementTable, kept: set[str]) -> None:
         table[name] = partial(_replace, has_weight, FlashInferNorm)
     for name in EXPERTS:
         table[name] = partial(_replace, lambda _: True, partial(StoredExperts.of, products=products))
+    for names, steps in ((DELTA_NETS, delta_steps), (MAMBA2, mamba2_steps)):
+        for name in names:
+            table[name] = partial(_replace_mixer, table, steps)
     table["Linear"] = partial(_replace, _is_stored, partial(StoredLinear, products=products))
 
 
@@ -59,6 +65,21 @@ def _replace_decoder(
         for mixture in filter(is_mixture, fused.mlps):
             apply_replacements(mixture, config, table)
     return fused
+
+
+def _replace_mixer(
+    table: ReplacementTable,
+    steps: Callable[[nn.Module], nn.Module | None],
+    mixer: nn.Module,
+    config: EngineConfig,
+) -> nn.Module | None:
+    """Replace what is between the projections of a layer that keeps a state, and the projections first."""
+    if config.linear == "torch" or not triton_kernels.available():
+        return None
+    if not any(parameter.dtype in DTYPES for parameter in mixer.parameters()):
+        return None
+    apply_replacements(mixer, config, table)
+    return steps(mixer)
 
 
 def keeps_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from engine.cuda.row_product import row_product
 from tests.engine.cuda.test_attention_kernel import DTYPES, SHAPES, AttentionCase
 from tests.engine.cuda.test_draw_kernel import CASES, DrawCase
 from tests.engine.cuda.test_row_kernel import KINDS, SIZES, RowCase
+from tests.engine.cuda.test_state_kernels import ALL, Arguments, check
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,6 +36,14 @@ def test_products_of_a_row_are_their_definition(
     want = kind.inputs(size, dtype)
     got = [each.to(device) if isinstance(each, torch.Tensor) else each for each in want]
     kind.check(got, want, row_product)
+
+
+@pytest.mark.parametrize(("op", "arguments"), ALL)
+def test_steps_of_layers_with_states_are_their_definitions(
+    op: Callable[..., None], arguments: Arguments, device: str
+) -> None:
+    own = [each.to(device) if isinstance(each, torch.Tensor) else each for each in arguments]
+    check(op, op, arguments, own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
