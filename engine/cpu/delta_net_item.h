@@ -122,10 +122,8 @@ class Recurrence {
     Vec squares = splat(0);
     for (int i = 0; i < c.value_dim; i += 16) squares = mul_add(load(x + i), load(x + i), squares);
     const Vec scale = splat(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(c.value_dim) + c.eps));
-    float gates[16];
     for (int i = 0; i < c.value_dim; i += 16) {
-      for (int j = 0; j < 16; ++j) gates[j] = to_float(gate[i + j]);
-      const Vec factor = c.is_silu ? silu(load(gates)) : sigmoid(load(gates));
+      const Vec factor = c.is_silu ? silu(load(gate + i)) : sigmoid(load(gate + i));
       store(to + i, mul(mul(mul(load(x + i), scale), load(c.norm + i)), factor));
     }
   }

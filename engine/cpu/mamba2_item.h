@@ -110,11 +110,7 @@ class Layer {
   }
 
   void gate(const bf16* gates, float* x) const {
-    float values[16];
-    for (int64_t i = 0; i < width_; i += 16) {
-      for (int j = 0; j < 16; ++j) values[j] = to_float(gates[i + j]);
-      store(x + i, mul(load(x + i), silu(load(values))));
-    }
+    for (int64_t i = 0; i < width_; i += 16) store(x + i, mul(load(x + i), silu(load(gates + i))));
   }
 
   void normalise(float* x, const float* weight) const {

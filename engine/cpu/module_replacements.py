@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
-from engine.cpu import delta_net, experts, grouped_linear, mamba2
+from engine.cpu import delta_net, experts, grouped_linear, mamba2, norm
 from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
 from engine.cpu.router import holder_of_weight, pack_router
 from engine.decoder_parts import DECODERS
 from engine.delta_forms import DELTA_NETS
-from engine.layer_classes import EXPERTS, ROUTERS, UNGATED_EXPERTS
+from engine.layer_classes import EXPERTS, NORMS, NORMS_PLUS_ONE, ROUTERS, UNGATED_EXPERTS
 from engine.mamba2_forms import MAMBA2
 from engine.replacement_table import ReplacementTable, apply_replacements
 
@@ -63,6 +63,7 @@ class CpuReplacements:
         self.table: ReplacementTable = {
             **dict.fromkeys(DECODERS, self.decoder),
             **dict.fromkeys((*EXPERTS, *UNGATED_EXPERTS), self.experts),
+            **dict.fromkeys((*NORMS, *NORMS_PLUS_ONE), self.norm),
             **dict.fromkeys(ROUTERS, self.router),
             **dict.fromkeys(DELTA_NETS, self.delta_net),
             **dict.fromkeys(MAMBA2, self.mamba2),
@@ -84,6 +85,10 @@ class CpuReplacements:
         if not packs(config) or not experts.fusible(module):
             return None
         return experts.PackedExperts(module, self._packer(config))
+
+    def norm(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """Replace a norm that no fused decoder has."""
+        return norm.CpuNorm(module) if packs(config) and norm.fusible(module) else None
 
     def router(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the weight of one router, which stays itself."""

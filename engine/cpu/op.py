@@ -112,6 +112,8 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_delta_net.restype = None
     library.baton_mamba2.argtypes = [address]
     library.baton_mamba2.restype = None
+    library.baton_norm.argtypes = [address]
+    library.baton_norm.restype = None
 
 
 def machine_isas() -> tuple[str, ...]:

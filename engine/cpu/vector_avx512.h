@@ -12,6 +12,10 @@ namespace {
 using Vec = __m512;
 
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline Vec load(const bf16* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
 inline Vec load(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
