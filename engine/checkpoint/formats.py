@@ -8,6 +8,7 @@ from typing import Any
 from engine.checkpoint.base import Format
 from engine.checkpoint.grouped import StoredZeros, awq_format, gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
+from engine.checkpoint.nvfp4 import MODELOPT, NVFP4_PACKED
 from engine.checkpoint.scaled import Block, fp8_format, scaled_format
 from engine.errors import UnsupportedModel
 
@@ -97,6 +98,8 @@ def _compressed_tensors(settings: Settings) -> Format:
     _, bits, block = layouts.pop()
     if stored == "pack-quantized":
         return packed_format(bits)
+    if stored == "nvfp4-pack-quantized":
+        return NVFP4_PACKED
     for scheme in schemes:
         _one_of(scheme, "symmetric", (True,), default=True)
         _one_of(scheme, "strategy", ("tensor", "channel", "block") if block else ("tensor", "channel"))
@@ -107,9 +110,22 @@ _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "pack-quantized": (("int",), (4, 8)),
     "float-quantized": (("float",), (8,)),
     "int-quantized": (("int",), (8,)),
+    "nvfp4-pack-quantized": (("float",), (4,)),
     "naive-quantized": (("float", "int"), (8,)),  # the name of both before they had names of their own
 }
 """compressed-tensors' format -> types and numbers of bits of its numbers."""
+
+
+def _modelopt(settings: Settings) -> Format:
+    """NVIDIA's Model Optimizer. Which of the two a weight has is read from its dtype."""
+    algorithm = _one_of(settings, "quant_algo", (*_MODELOPT, "MIXED_PRECISION"))
+    layers = settings.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
+    for layer in (layers or {}).values():
+        _one_of(layer, "quant_algo", _MODELOPT)
+    return MODELOPT
+
+
+_MODELOPT = ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 def _groups(settings: Settings) -> list[Settings]:
@@ -132,6 +148,7 @@ _METHODS: dict[str, Callable[[Settings], Format]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from engine.checkpoint.base import Format, Parts, row_blocks
 from engine.checkpoint.stored import StoredTensor
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each code: a sign, two bits of exponent, one of mantissa."""
 _BIAS = 127  # of a block's scale, a power of two (E8M0). 255 is NaN
 
@@ -48,7 +48,7 @@ class Mxfp4Matrix:
 
     def dequantise(self, into: torch.Tensor) -> None:
         """Write its numbers to a tensor of the same shape."""
-        values = torch.tensor(_E2M1, device=self.codes.device)
+        values = torch.tensor(E2M1, device=self.codes.device)
         for part in row_blocks(*self.shape):
             codes, scales = self.codes[part], self.scales[part]
             halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -204,6 +204,49 @@ def pairs_of_fp4(weight: Array) -> tuple[Tensors, Array]:
     return {".weight": codes, ".scale": parts["_scales"][0].view(torch.float8_e8m0fnu)}, exact[0].T
 
 
+def nvfp4(weight: Array) -> tuple[Array, Array, np.float32, Array]:
+    """Pairs of codes, e4m3 codes of scales [rows, inputs / 16], the factor of the weight, and its values."""
+    blocks = weight.reshape(len(weight), -1, 16)
+    most = np.abs(blocks).max(-1)
+    factor = np.float32(most.max() / (6 * 448))
+    stored = torch.from_numpy(most / 6 / factor).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    decoded = np.array([e4m3(code) for code in range(256)], np.float32)[stored]
+    scales = decoded * factor
+    table = np.array([*E2M1, *(-x for x in E2M1)], np.float32)
+    codes = np.abs(blocks[..., None] / np.maximum(scales, 1e-30)[..., None, None] - table).argmin(-1)
+    pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8).reshape(len(weight), -1)
+    return pairs, stored, factor, (table[codes] * scales[..., None]).reshape(weight.shape)
+
+
+def _fp8_scales(codes: Array) -> torch.Tensor:
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+
+def modelopt_nvfp4(weight: Array) -> tuple[Tensors, Array]:
+    """As NVIDIA's Model Optimizer stores it; what it knows of activations is not read."""
+    pairs, scales, factor, exact = nvfp4(weight)
+    parts = {".weight": torch.from_numpy(pairs), ".weight_scale": _fp8_scales(scales)}
+    return {**parts, ".weight_scale_2": torch.tensor(factor), ".input_scale": torch.tensor(0.5)}, exact
+
+
+def modelopt_mixed(weight: Array) -> tuple[Tensors, Array]:
+    """Wide weights in NVFP4, others in fp8 with one scale."""
+    if weight.shape[1] > weight.shape[0]:
+        return modelopt_nvfp4(weight)
+    parts, exact = one_scale(weight)
+    stored = {".weight": parts[".weight"], ".weight_scale": parts[".weight_scale_inv"]}
+    return {**stored, ".input_scale": torch.tensor(0.5)}, exact
+
+
+def packed_nvfp4(weight: Array) -> tuple[Tensors, Array]:
+    """As compressed-tensors stores it, whose factor divides: here a power of two, of which both are exact."""
+    power = np.float32(np.exp2(np.ceil(np.log2(np.abs(weight).max() / (6 * 448)))))
+    pairs, scales, _, exact = nvfp4(np.append(weight, np.full((1, weight.shape[1]), power * 6 * 448), 0))
+    parts = {".weight_packed": torch.from_numpy(pairs[:-1]), ".weight_scale": _fp8_scales(scales[:-1])}
+    factors = {".weight_global_scale": torch.tensor([1 / power]), ".input_global_scale": torch.tensor([2.0])}
+    return {**parts, **factors}, exact[:-1]
+
+
 def of_deepseek_v4(name: str) -> Quantise | None:
     """How the published checkpoints of DeepSeek-V4 store a weight; None: plain."""
     if ".ffn.experts." in name:
@@ -333,6 +376,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "ct_int8": (
         _compressed("int-quantized", type="int", num_bits=8, strategy="channel"),
         scaled(".weight_scale", None, integers=True),
+    ),
+    "ct_nvfp4": (
+        _compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        packed_nvfp4,
+    ),
+    "modelopt_nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt_nvfp4),
+    "modelopt_mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.down_proj": {"quant_algo": "W4A16_NVFP4"},
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+            },
+        },
+        modelopt_mixed,
     ),
     "ct_fp8": (
         _compressed("float-quantized", type="float", num_bits=8, strategy="channel"),

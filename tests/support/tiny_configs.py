@@ -546,7 +546,7 @@ SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=48,
-        moe_latent_size=24,
+        moe_latent_size=48,
         routed_scaling_factor=2.5,
         time_step_min=1e-30,  # transformers' bound in prompts, which this engine does not apply
     ),

@@ -46,6 +46,9 @@ CASES = [
     ("mistral_large4_text", "fp8"),
     ("glm5_next_text", "fp8"),
     ("step3p5", "fp8"),
+    ("nemotron_h", "modelopt_nvfp4"),
+    ("qwen3_moe", "ct_nvfp4"),
+    ("llama", "modelopt_mixed"),
 ]
 ANSWER = 24
 both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))
@@ -139,7 +142,16 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
         ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation is 'hadamard'"),
         ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 2}}}, "bits is 2"),
         ({"quant_method": "awq", "w_bit": 3}, "w_bit is 3"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format is 'mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo is 'FP8_PB_WO'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"lm_head": {"quant_algo": "NVFP4_AWQ"}},
+            },
+            "quant_algo is 'NVFP4_AWQ'",
+        ),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups is '0 layouts'"),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": None},

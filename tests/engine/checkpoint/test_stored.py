@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.nvfp4 import Nvfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import (
     StoredMatrix,
@@ -32,6 +33,12 @@ def mxfp4(outputs: int = 6, inputs: int = 64, seed: int = 0) -> Mxfp4Matrix:
     return Mxfp4Matrix(codes, torch.randint(110, 140, codes.shape[:2], dtype=torch.uint8))
 
 
+def nvfp4(outputs: int = 6, inputs: int = 64, seed: int = 0) -> Nvfp4Matrix:
+    torch.manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs // 16, 8), dtype=torch.uint8)
+    return Nvfp4Matrix(codes, torch.rand(codes.shape[:2]).to(torch.float8_e4m3fn), torch.tensor(0.3))
+
+
 def int4(outputs: int = 6, inputs: int = 64, seed: int = 0, shuffled: bool = False) -> GroupedMatrix:
     torch.manual_seed(seed)
     group_of = torch.randperm(inputs) // 32 if shuffled else None
@@ -51,6 +58,7 @@ def experts(*matrices: StoredMatrix, transposed: bool = False) -> StoredTensor:
 TENSORS = {
     "fp8": tensor(fp8()),
     "mxfp4": tensor(mxfp4()),
+    "nvfp4": experts(nvfp4(), nvfp4(seed=1)),
     "transposed": tensor(mxfp4(), transposed=True),
     "gate and up": tensor(fp8(), fp8(6, seed=1)),
     "int4": tensor(int4()),
