@@ -27,6 +27,7 @@ from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import current_isa, machine_isas, set_isa
 from engine.states import CONV, RECURRENT, SequenceStates
 from tests.support.cpu_kernels import packing_isas
+from tests.support.state_cuts import check_cuts
 
 packing_isas()  # skipped without any
 
@@ -148,26 +149,8 @@ def test_how_a_sequence_is_cut_changes_no_bit(kind, has_state):
     mixer = replaced(make_mixer(kind, 2, 4, 32, 48))
     conv, recurrent = mixer.mixer.conv_dim, (2 if kind == "kimi" else 4, 32, 32 if kind == "kimi" else 48)
     states = {CONV: torch.randn(3, conv, 4).bfloat16(), RECURRENT: torch.randn(3, *recurrent)}
-    if not has_state:
-        for tensor in states.values():
-            tensor[1] = 0
     x = torch.randn(8, HIDDEN).bfloat16()
-    slots = torch.tensor([1]), torch.tensor([2])
-
-    def run(*lengths):
-        own, out = {name: tensor.clone() for name, tensor in states.items()}, []
-        read = slots[0] if has_state else None
-        for chunk in x.split(lengths):
-            out.append(mixer.run(chunk, own, read, slots[1]))
-            read = slots[1]
-        return torch.cat(out), own[CONV][2], own[RECURRENT][2]
-
-    whole = run(8)
-    for lengths in ((1,) * 8, (2, 6), (5, 1, 2)):
-        for got, want in zip(run(*lengths), whole, strict=True):
-            assert torch.equal(got, want)
-    zeroed = {name: tensor.clone() for name, tensor in states.items()}
-    assert torch.equal(mixer.run(x, zeroed, slots[0], slots[1]), whole[0])
+    check_cuts(mixer, states, x, has_state, [(1,) * 8, (2, 6), (5, 1, 2)])
 
 
 def test_what_cannot_be_fused_is_left_alone():

@@ -17,6 +17,7 @@ from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import current_isa, machine_isas, set_isa
 from engine.states import CONV, RECURRENT, SequenceStates
 from tests.support.cpu_kernels import packing_isas
+from tests.support.state_cuts import check_cuts
 
 packing_isas()  # skipped without any
 
@@ -164,26 +165,8 @@ def test_how_a_sequence_is_cut_changes_no_bit(has_state):
     """Neither of its outputs nor of its states. A sequence without a state begins with zeros."""
     mixer = replaced(drawn(granite(8, 16, 1, 48)))
     states = {CONV: torch.randn(3, 224, 4).bfloat16(), RECURRENT: torch.randn(3, 8, 16, 48)}
-    if not has_state:
-        for tensor in states.values():
-            tensor[1] = 0
     x = torch.randn(150, HIDDEN).bfloat16()
-    slots = torch.tensor([1]), torch.tensor([2])
-
-    def run(*lengths):
-        own, out = {name: tensor.clone() for name, tensor in states.items()}, []
-        read = slots[0] if has_state else None
-        for chunk in x.split(lengths):
-            out.append(mixer.run(chunk, own, read, slots[1]))
-            read = slots[1]
-        return torch.cat(out), own[CONV][2], own[RECURRENT][2]
-
-    whole = run(150)
-    for lengths in ((1, 2, 147), (64, 86), (100, 49, 1)):
-        for got, want in zip(run(*lengths), whole, strict=True):
-            assert torch.equal(got, want)
-    zeroed = {name: tensor.clone() for name, tensor in states.items()}
-    assert torch.equal(mixer.run(x, zeroed, slots[0], slots[1]), whole[0])
+    check_cuts(mixer, states, x, has_state, [(1, 2, 147), (64, 86), (100, 49, 1)])
 
 
 def test_what_cannot_be_fused_is_left_alone():
