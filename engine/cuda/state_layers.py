@@ -2,8 +2,8 @@
 
 transformers' modules take a layer's step in forty operators on gathered states, five of which go through the
 whole state, and gathering and scattering are two more. Here a step is three kernels between the projections,
-and a state is read and written once. Prompts stay transformers' own: their parallel form is
-products, which is what a GPU is good at.
+and a state is read and written once. Prompts stay transformers' own: their parallel form is products, which
+is what a GPU is good at.
 """
 
 from __future__ import annotations
@@ -71,19 +71,20 @@ class DeltaSteps(_StateLayer):
         self._form = form = delta_form(mixer)
         self._rate, self._dt_bias = -_float(form.a_log).exp(), _float(form.dt_bias)
         self._norm = _float(form.norm.weight)
+        self._values = values = form.ratio * form.value_dim  # of a key head
+        widths = {"q": form.key_dim, "k": form.key_dim, "v": values, "z": values, "b": form.ratio}
+        widths["a"] = form.ratio * form.decays
+        self._parts = tuple((form.places[name], width) for name, width in widths.items())
 
     def _step(
         self, hidden: torch.Tensor, states: Slots, reads: torch.Tensor, writes: torch.Tensor
     ) -> torch.Tensor:
         form = self._form
         outputs = form.project(hidden)
-        values = form.ratio * form.value_dim
-        widths = {"q": form.key_dim, "k": form.key_dim, "v": values, "z": values, "b": form.ratio}
-        widths["a"] = form.ratio * form.decays
-        q, k, v, z, b, a = (self._heads(outputs, form.places[name], width) for name, width in widths.items())
+        q, k, v, z, b, a = (self._heads(outputs, *part) for part in self._parts)
         mixed = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
         convolved = self._convolved(mixed, states, reads, writes)
-        results = convolved.new_empty(len(hidden), form.key_heads * values)
+        results = convolved.new_empty(len(hidden), form.key_heads * self._values)
         delta_step(
             convolved, b, a, states[RECURRENT], self._rate, self._dt_bias, reads, writes, results,
             form.bound, form.rates,

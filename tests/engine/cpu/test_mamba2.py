@@ -117,13 +117,12 @@ def test_tokens_equal_transformers_and_only_their_slots_are_written(make, dims, 
     before = {name: tensor.clone() for name, tensor in states.items()}
     x = torch.randn(3, length, HIDDEN).bfloat16()
 
-    def by_transformers(theirs, dtype):
-        cache = SequenceStates(taps, {name: tensor[reads].to(dtype) for name, tensor in before.items()})
-        return theirs(hidden_states=x.to(dtype), cache_params=cache), cache.tensors
-
-    want, after = by_transformers(want_mixer, torch.float64)
-    before[RECURRENT] = before[RECURRENT].float()
-    theirs, _ = by_transformers(rounded_mixer, torch.bfloat16)
+    cache = SequenceStates(taps, {name: tensor[reads].double() for name, tensor in before.items()})
+    want = want_mixer(hidden_states=x.double(), cache_params=cache)
+    theirs = rounded_mixer(
+        hidden_states=x,
+        cache_params=SequenceStates(taps, {name: tensor[reads] for name, tensor in before.items()}),
+    )
     best = current_isa()
     set_isa(machine_isas()[-1] if isa == "best" else isa)
     try:
@@ -134,7 +133,7 @@ def test_tokens_equal_transformers_and_only_their_slots_are_written(make, dims, 
     errors, theirs = (got - want).abs(), (theirs - want).abs()
     assert errors.max() <= max(1.2 * theirs.max(), 0.01 * want.abs().max())
     assert errors.mean() <= max(1.2 * theirs.mean(), 0.003 * want.abs().mean())
-    for name, tensor in after.items():
+    for name, tensor in cache.tensors.items():
         spread = 0.02 * tensor.abs().max().item()
         torch.testing.assert_close(states[name][writes].double(), tensor.double(), rtol=0.02, atol=spread)
         untouched = [slot for slot in range(SLOTS) if slot not in writes]

@@ -31,6 +31,7 @@ def check(run: Callable[..., None], op: Callable[..., None], arguments: Argument
 
 
 def interpret(op: Callable[..., None], name: str, arguments: Arguments) -> None:
+    """Views with gaps are given as they are, for a clone would have none. Nothing writes to them."""
     interpreted()
     kernel = importlib.import_module(f"engine.cuda.{name}_kernel")
     own = [
