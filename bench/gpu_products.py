@@ -1,4 +1,4 @@
-"""What it gains that a GPU multiplies fp8, MXFP4 and int4 weights as they are stored:
+"""What it gains that a GPU multiplies fp8, MXFP4, NVFP4 and int4 weights as they are stored:
 `python -m bench.gpu_products --json`.
 
 Products of rows with 16 matrices [6144, 4096] in turn, more than any cache holds, recorded as a graph:
@@ -27,7 +27,7 @@ from worker.device import choose_device
 
 OUTPUTS, INPUTS, MATRICES = 6144, 4096, 16
 ROWS = (1, 8, 64, 1024)
-FORMATS = ("fp8", "mxfp4", "int4")
+FORMATS = ("fp8", "mxfp4", "nvfp4", "int4")
 ROUNDS, PASSES = 11, 10
 
 
@@ -39,9 +39,14 @@ def products_of(form: str, device: torch.device, outputs: int, inputs: int, coun
     made = partial(torch.randint, device=device, dtype=torch.uint8)
     shape, scales = (1, outputs), torch.rand(1, outputs, -(-inputs // 128), device=device)
     of_form: dict[str, Callable[[], CodedWeights]] = {
-        "fp8": lambda: CodedWeights(made(0, 120, (*shape, inputs)), scales, None),
+        "fp8": lambda: CodedWeights(made(0, 120, (*shape, inputs)), scales),
         "mxfp4": lambda: CodedWeights(
-            made(0, 256, (*shape, inputs // 2)), made(120, 128, (*shape, inputs // 32)), None
+            made(0, 256, (*shape, inputs // 2)), made(120, 128, (*shape, inputs // 32))
+        ),
+        "nvfp4": lambda: CodedWeights(
+            made(0, 256, (*shape, inputs // 2)),
+            made(0, 120, (*shape, inputs // 16)),
+            factors=torch.rand(*shape, 1, device=device),
         ),
         "int4": lambda: CodedWeights(
             made(0, 256, (*shape, inputs // 2)), scales.half(), made(0, 16, scales.shape)

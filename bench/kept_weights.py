@@ -1,9 +1,9 @@
 """What it gains to keep quantised weights as they are stored: `python -m bench.kept_weights --json`.
 
-Shape M in fp8 (blocks of 128 x 128, as DeepSeek-V3's and Qwen3's) and in int4 (GPTQ, groups of 128), and four
-layers of gpt-oss-20b's widths with 8 experts in MXFP4: seeded noise, context 512, real scheduler steps,
-sampler included. Each is loaded twice: as it is stored, and with `weight_dtype: bfloat16`, for which its
-weights are widened.
+Shape M in fp8 (blocks of 128 x 128, as DeepSeek-V3's and Qwen3's), in NVFP4 (Model Optimizer), and in int4
+(GPTQ, groups of 128), and four layers of gpt-oss-20b's widths with 8 experts in MXFP4: seeded noise, context
+512, real scheduler steps, sampler included. Each is loaded twice: as it is stored, and with `weight_dtype:
+bfloat16`, for which its weights are widened.
 
 `ratios`: `<format>_decode_b1`, `_decode_b8`, `_prefill_512`: time widened / time as stored, medians of
 alternate measurements. `values`: milliseconds.
@@ -56,17 +56,33 @@ def to_int4(weight: torch.Tensor) -> Tensors:
     return {".qweight": words.T.contiguous(), ".qzeros": zeros, ".scales": scales.T.half().contiguous()}
 
 
+def codes_of(sizes: torch.Tensor, is_negative: torch.Tensor) -> torch.Tensor:
+    """The nearest codes of e2m1, pairs of neighbours in a byte."""
+    codes = torch.bucketize(sizes.contiguous(), (E2M1[1:] + E2M1[:-1]) / 2) + 8 * is_negative
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def to_nvfp4(weight: torch.Tensor) -> Tensors:
+    """[outputs, inputs], multiples of 16 -> pairs of e2m1 numbers, e4m3 scales, and a factor."""
+    blocks = weight.float().view(len(weight), -1, 16)
+    most = blocks.abs().amax(-1)
+    factor = most.max() / (6 * 448)
+    scales = (most / 6 / factor).to(torch.float8_e4m3fn)
+    sizes = blocks.abs() / (scales.float() * factor).clamp(min=1e-30)[..., None]
+    codes = codes_of(sizes, blocks < 0).flatten(1)
+    return {".weight": codes, ".weight_scale": scales, ".weight_scale_2": factor}
+
+
 def to_mxfp4(weight: torch.Tensor) -> Tensors:
     """[experts, inputs, outputs] -> pairs of e2m1 numbers and E8M0 powers, a block of 32 inputs each."""
     experts = []
     for expert in weight.float():
         blocks = expert.T.reshape(expert.shape[1], -1, 32)
         powers = blocks.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
-        sizes = (blocks.abs() / powers.exp2()[..., None]).contiguous()
-        codes = torch.bucketize(sizes, (E2M1[1:] + E2M1[:-1]) / 2) + 8 * (blocks < 0)
-        experts.append((codes[..., ::2] + 16 * codes[..., 1::2], powers + 127))
+        sizes = blocks.abs() / powers.exp2()[..., None]
+        experts.append((codes_of(sizes, blocks < 0), powers + 127))
     return {
-        "_blocks": torch.stack([codes for codes, _ in experts]).to(torch.uint8),
+        "_blocks": torch.stack([codes for codes, _ in experts]),
         "_scales": torch.stack([powers for _, powers in experts]).to(torch.uint8),
     }
 
@@ -79,6 +95,7 @@ FORMATS: dict[str, tuple[Callable[[], PretrainedConfig], str, Quantise, dict[str
         to_fp8,
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
     ),
+    "nvfp4": (shape_m, "_proj.weight", to_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "int4": (
         shape_m,
         "_proj.weight",

@@ -56,7 +56,7 @@ class LoadedModel:
     spec: ModelSpec
     attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
     replaced: dict[str, int]  # class name -> number of modules replaced
-    kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4", "int4"
+    kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "nvfp4", ...
 
     @property
     def shared(self) -> dict[int, int]:

@@ -71,6 +71,8 @@ STORED = {
     "deepseek_v3-fp8": "fp8_wide",
     "gpt_oss-mxfp4": "mxfp4",
     "deepseek_v4-fp8_fp4": "fp8_fp4",
+    "qwen3-wide-modelopt_nvfp4": "modelopt_nvfp4",
+    "mixtral-ct_nvfp4": "ct_nvfp4",
     "qwen3-wide-awq": "awq",
     "mixtral-gptq": "gptq",
 }

@@ -40,8 +40,8 @@ class EngineOptions(Options):
     )
     weight_dtype: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",
-        description="of linear layers: auto (dtype, with coded exponents on CPUs that gain by it; fp8, MXFP4 "
-        "and int4 stay as stored), bfloat16, or on a CPU int8 (weights and inputs are rounded)",
+        description="of linear layers: auto (dtype, with coded exponents on CPUs that gain by it; fp8, "
+        "MXFP4, NVFP4 and int4 stay as stored), bfloat16, or on a CPU int8 (weights and inputs are rounded)",
     )
     device: str = Field(
         "auto",

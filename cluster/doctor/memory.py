@@ -142,8 +142,7 @@ class _Served(NamedTuple):
         if form is None:
             return stored // _FLOAT_BYTES[dtype] * itemsize if dtype in _FLOAT_BYTES else stored
         is_pairs = dtype == form.pairs
-        is_kept = self.keeps and dtype != form.widened
-        if is_kept and (is_pairs or dtype != "I8") and (form.bits, dtype) != (8, "I32"):
+        if self.keeps and (is_pairs or dtype != "I8") and (form.bits, dtype) != (8, "I32"):
             return stored
         bits = 4 if is_pairs else form.bits
         return stored * 8 // bits * itemsize if name.endswith(form.numbers) else 0

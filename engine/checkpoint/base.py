@@ -43,7 +43,6 @@ class Format:
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
     renamed: tuple[tuple[str, str], ...] = ()  # suffixes that some checkpoints have instead of one of `parts`
     pairs: str | None = None  # safetensors' name of a dtype of which each byte has two numbers of 4 bits
-    widened: str | None = None  # that of numbers which no pack and no kernel takes
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
 
 

@@ -89,14 +89,11 @@ def _read_packed(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor([[matrix]], dtype, experts=False)
 
 
-MODELOPT = replace(
-    _FP8, read=_read_either, optional=(*_FP8.optional, ".weight_scale_2"), pairs="U8", widened="U8"
-)
+MODELOPT = replace(_FP8, read=_read_either, optional=(*_FP8.optional, ".weight_scale_2"), pairs="U8")
 NVFP4_PACKED = Format(
     (".weight_packed", ".weight_scale", ".weight_global_scale"),
     _read_packed,
     ".weight_packed",
     4,
     optional=(".input_global_scale",),
-    widened="U8",
 )

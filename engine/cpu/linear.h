@@ -71,9 +71,10 @@ enum PackFormat : int32_t {
   kInt8Pack = 1,
   kFp8Pack = 2,
   kMxfp4Pack = 3,
-  kInt4By128Pack = 4,  // 128 inputs share a factor
-  kInt4By32Pack = 5,
-  kCodedPack = 6,  // of bfloat16
+  kNvfp4Pack = 4,
+  kInt4By128Pack = 5,  // 128 inputs share a factor
+  kInt4By32Pack = 6,
+  kCodedPack = 7,  // of bfloat16
 };
 
 // The bytes of a group of outputs.
@@ -82,6 +83,7 @@ inline int64_t group_bytes(PackFormat format, int64_t k) {
     case kInt8Pack: return kGroup * padded_inputs(k);
     case kFp8Pack: return blocks_of(k) * kFp8BlockBytes;
     case kMxfp4Pack: return blocks_of(k) * kMxfp4BlockBytes;
+    case kNvfp4Pack: return blocks_of(k) * kNvfp4BlockBytes;
     case kInt4By128Pack: return blocks_of(k) * int4_block_bytes(128);
     case kInt4By32Pack: return blocks_of(k) * int4_block_bytes(32);
     case kCodedPack: return blocks_of(k) * kCodedBlockBytes;
@@ -137,7 +139,7 @@ struct Input {
 // Of rows [m, k], in this thread's working_memory(). None but for a pack of int4.
 InputSums input_sums(const Input& a, int64_t m, int64_t k, PackFormat format);
 
-// c[m, kUnit * kGroup] = a[m, k] * a pack of fp8, MXFP4 or int4 of up to kUnit groups, for any number of rows, which are not
+// c[m, kUnit * kGroup] = a[m, k] * a pack of fp8, MXFP4, NVFP4 or int4 of up to kUnit groups, for any number of rows, which are not
 // in tiles. A block is expanded once for all rows.
 using GemmExpanded = void (*)(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
 void gemm_expanded_avx2(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);

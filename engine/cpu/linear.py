@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.nvfp4 import Nvfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.op import KernelsUnavailable, current_isa, kernels
@@ -50,9 +51,10 @@ class PackFormat(enum.IntEnum):
     INT8 = 1
     FP8 = 2
     MXFP4 = 3
-    INT4_BY_128 = 4
-    INT4_BY_32 = 5
-    CODED_BFLOAT16 = 6
+    NVFP4 = 4
+    INT4_BY_128 = 5
+    INT4_BY_32 = 6
+    CODED_BFLOAT16 = 7
 
     @property
     def of_checkpoint(self) -> str | None:
@@ -98,6 +100,8 @@ class Matrix:
         stored = self.stored
         if isinstance(stored, Mxfp4Matrix):
             return PackFormat.MXFP4
+        if isinstance(stored, Nvfp4Matrix):
+            return PackFormat.NVFP4
         if isinstance(stored, ScaledMatrix) and stored.numbers.dtype == torch.float8_e4m3fn:
             return PackFormat.FP8
         if isinstance(stored, GroupedMatrix) and stored.bits == 4:
@@ -165,11 +169,14 @@ class Pack:
             return bool(kernels().baton_pack_fp8(*source, self.address, *to))
         if isinstance(stored, GroupedMatrix):
             return self._put_int4(stored, to)
-        assert isinstance(stored, Mxfp4Matrix)
+        assert isinstance(stored, Mxfp4Matrix | Nvfp4Matrix)
         codes, scales = stored.codes.flatten(1), stored.scales
         assert codes.stride(1) == scales.stride(1) == 1
-        source = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), *stored.shape)
-        return bool(kernels().baton_pack_mxfp4(*source, self.address, *to))
+        source = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0))
+        if isinstance(stored, Nvfp4Matrix):
+            factor = float(stored.factor)
+            return bool(kernels().baton_pack_nvfp4(*source, factor, *stored.shape, self.address, *to))
+        return bool(kernels().baton_pack_mxfp4(*source, *stored.shape, self.address, *to))
 
     def _put_int4(self, stored: GroupedMatrix, to: tuple[int, int, int]) -> bool:
         inputs = _INT4_INPUTS[self.form]

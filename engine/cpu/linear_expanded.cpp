@@ -56,16 +56,24 @@ bool put_fp8(const uint8_t* codes, int64_t k, const float* scales, int o, uint8_
   return known;
 }
 
+// The code of 4 bits of input i of an output. Neighbours share a byte, the first in the lower half.
+uint8_t code_of(const uint8_t* codes, int64_t i) { return (i % 2 ? codes[i / 2] >> 4 : codes[i / 2]) & 15; }
+
+// Puts it into a block, whose halves are zero.
+void put_code(uint8_t code, int64_t i, int o, uint8_t* block) {
+  const Place place = Place::of(i % kBlockInputs, o, true);
+  block[place.byte] |= static_cast<uint8_t>(place.upper ? code << 4 : code);
+}
+
 // The codes [k / 2] of an output, and the powers of two [k / 32].
 bool put_mxfp4(const uint8_t* codes, int64_t k, const uint8_t* powers, int o, uint8_t* group) {
   bool known = true;
-  for (int64_t first = 0; first < k; first += kPowerInputs, codes += kPowerInputs / 2, ++powers) {
+  for (int64_t first = 0; first < k; first += kPowerInputs, ++powers) {
     uint8_t* block = group + first / kBlockInputs * kMxfp4BlockBytes;
     uint8_t some = 0;
-    for (int64_t i = 0; i < kPowerInputs; ++i) {
-      const uint8_t code = (i % 2 ? codes[i / 2] >> 4 : codes[i / 2]) & 15;
-      const Place place = Place::of((first + i) % kBlockInputs, o, true);
-      block[place.byte] |= static_cast<uint8_t>(place.upper ? code << 4 : code);
+    for (int64_t i = first; i < first + kPowerInputs; ++i) {
+      const uint8_t code = code_of(codes, i);
+      put_code(code, i, o, block);
       some |= code & 7;
     }
     const int power = some ? *powers - kPowerBias : 0;  // of zeros the power may be any
@@ -75,15 +83,25 @@ bool put_mxfp4(const uint8_t* codes, int64_t k, const uint8_t* powers, int o, ui
   return known;
 }
 
+// The codes [k / 2] of an output, the scales [k / 16], and a factor.
+bool put_nvfp4(const uint8_t* codes, int64_t k, const uint8_t* scales, float factor, int o, uint8_t* group) {
+  bool known = true;
+  for (int64_t i = 0; i < k; ++i) put_code(code_of(codes, i), i, o, group + i / kBlockInputs * kNvfp4BlockBytes);
+  for (int64_t i = 0; i < k; i += kNvfp4Inputs) {
+    uint8_t* after_codes = group + i / kBlockInputs * kNvfp4BlockBytes + kBlockCodes / 2;
+    const uint8_t scale = scales[i / kNvfp4Inputs];
+    after_codes[i % kBlockInputs / kNvfp4Inputs * 16 + o] = scale;
+    std::memcpy(after_codes + kBlockInputs + o * sizeof(float), &factor, sizeof(float));
+    known = known && (scale & 0x7f) != kNaN;
+  }
+  return known;
+}
+
 // The codes [k / 2] of an output; the factors and zero points of each `inputs` of them.
 bool put_int4(const uint8_t* codes, int64_t k, const float* factors, const uint8_t* zeros, int64_t inputs, int o,
               uint8_t* group) {
   const int64_t bytes = int4_block_bytes(static_cast<int>(inputs)), parts = kBlockInputs / inputs;
-  for (int64_t i = 0; i < k; ++i) {
-    const uint8_t code = (i % 2 ? codes[i / 2] >> 4 : codes[i / 2]) & 15;
-    const Place place = Place::of(i % kBlockInputs, o, true);
-    group[i / kBlockInputs * bytes + place.byte] |= static_cast<uint8_t>(place.upper ? code << 4 : code);
-  }
+  for (int64_t i = 0; i < k; ++i) put_code(code_of(codes, i), i, o, group + i / kBlockInputs * bytes);
   for (int64_t i = 0; i * inputs < k; ++i) {
     uint8_t* after_codes = group + i / parts * bytes + kBlockCodes / 2;
     std::memcpy(after_codes + (i % parts * 16 + o) * sizeof(float), factors + i, sizeof(float));
@@ -127,6 +145,16 @@ int baton_pack_mxfp4(const uint8_t* codes, int64_t stride, const uint8_t* powers
     return baton::put_mxfp4(codes + output * stride, k, powers + output * powers_stride, o, to);
   };
   return baton::pack_outputs({n, k, pack, group, step}, baton::kMxfp4Pack, threads, put);
+}
+
+// The same of pairs of e2m1, with the e4m3 scales of 16 inputs, and a factor. k is a multiple of 16. Returns 0 if a scale is
+// NaN.
+int baton_pack_nvfp4(const uint8_t* codes, int64_t stride, const uint8_t* scales, int64_t scales_stride, float factor,
+                     int64_t n, int64_t k, uint8_t* pack, int64_t group, int64_t step, int threads) {
+  auto put = [&](int64_t output, int o, uint8_t* to) {
+    return baton::put_nvfp4(codes + output * stride, k, scales + output * scales_stride, factor, o, to);
+  };
+  return baton::pack_outputs({n, k, pack, group, step}, baton::kNvfp4Pack, threads, put);
 }
 
 // The same of pairs of int4, with factors and zero points [n, k / inputs, rounded up]; `inputs` is 128 or 32.

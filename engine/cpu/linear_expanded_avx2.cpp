@@ -1,4 +1,4 @@
-// Packs of fp8, MXFP4 and int4 with AVX2.
+// Packs of fp8, MXFP4, NVFP4 and int4 with AVX2.
 #include "vector_avx2.h"
 
 #include "linear.h"
@@ -30,33 +30,53 @@ void expand(Fp8Block, const uint8_t* codes, bf16* lines) {
   }
 }
 
-void expand(Mxfp4Block, const uint8_t* codes, bf16* lines) {
-  const uint8_t* powers = codes + kBlockCodes / 2;
-  const __m256i low_bytes = table(kMxfp4LowBytes), high_bytes = table(kMxfp4HighBytes), half = _mm256_set1_epi8(15);
-  const auto put = [](bf16* to, __m256i numbers, __m256i power) {
-    const __m256i zero = _mm256_cmpeq_epi16(_mm256_add_epi16(numbers, numbers), _mm256_setzero_si256());  // without the sign
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_add_epi16(numbers, _mm256_andnot_si256(zero, power)));
-  };
-  for (int i = 0; i < kBlockInputs; i += kPowerInputs, powers += 16, codes += 256, lines += kPowerInputs * 16) {
-    for (int part = 0; part < 2; ++part) {  // outputs 0 to 7, and 8 to 15
-      const __m256i of_outputs = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(powers + 8 * part)));
-      const __m256i power =
-          _mm256_or_si256(_mm256_slli_epi32(of_outputs, 23),
-                          _mm256_and_si256(_mm256_slli_epi32(of_outputs, 7), _mm256_set1_epi32(0xffff)));
-      for (int k = 0; k < kPowerInputs; k += 8) {
+// Eight outputs of a line of e2m1 numbers times what they share: scale(n, part) for inputs n * Inputs on is a function of such
+// numbers, which part 0 and 1 of the outputs have.
+template <int Inputs, typename ScaleOf>
+void expand_e2m1(const uint8_t* codes, bf16* lines, ScaleOf scale_of) {
+  const __m256i low_bytes = table(kE2m1LowBytes), high_bytes = table(kE2m1HighBytes), half = _mm256_set1_epi8(15);
+  for (int n = 0; n < kBlockInputs / Inputs; ++n, codes += 8 * Inputs, lines += 16 * Inputs) {
+    for (int part = 0; part < 2; ++part) {
+      const auto scaled = scale_of(n, part);
+      for (int k = 0; k < Inputs; k += 8) {
         __builtin_prefetch(codes + 8 * k + kExpandAhead);
         const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 8 * k + 32 * part));
         const __m256i halves[] = {_mm256_and_si256(both, half), _mm256_and_si256(_mm256_srli_epi16(both, 4), half)};
         bf16* to = lines + 16 * k + 16 * part;
-        for (int upper = 0; upper < 2; ++upper) {
+        for (int upper = 0; upper < 2; ++upper, to += 64) {
           const __m256i low = _mm256_shuffle_epi8(low_bytes, halves[upper]);
           const __m256i high = _mm256_shuffle_epi8(high_bytes, halves[upper]);
-          put(to + 64 * upper, _mm256_unpacklo_epi8(low, high), power);
-          put(to + 64 * upper + 32, _mm256_unpackhi_epi8(low, high), power);
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), scaled(_mm256_unpacklo_epi8(low, high)));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), scaled(_mm256_unpackhi_epi8(low, high)));
         }
       }
     }
   }
+}
+
+void expand(Mxfp4Block, const uint8_t* block, bf16* lines) {
+  expand_e2m1<kPowerInputs>(block, lines, [&](int n, int part) {
+    const uint8_t* powers = block + kBlockCodes / 2 + 16 * n + 8 * part;
+    const __m256i of_outputs = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(powers)));
+    const __m256i power = _mm256_or_si256(_mm256_slli_epi32(of_outputs, 23),
+                                          _mm256_and_si256(_mm256_slli_epi32(of_outputs, 7), _mm256_set1_epi32(0xffff)));
+    return [power](__m256i numbers) {
+      const __m256i zero = _mm256_cmpeq_epi16(_mm256_add_epi16(numbers, numbers), _mm256_setzero_si256());  // without the sign
+      return _mm256_add_epi16(numbers, _mm256_andnot_si256(zero, power));
+    };
+  });
+}
+
+void expand(Nvfp4Block, const uint8_t* block, bf16* lines) {
+  expand_e2m1<kNvfp4Inputs>(block, lines, [&](int n, int part) {
+    const __m256 scale = widened_e4m3(block + kBlockCodes / 2 + 16 * n + 8 * part);
+    const auto times = [scale](__m256i bits) { return _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(bits), scale)); };
+    return [times](__m256i numbers) {
+      const __m256i even = times(_mm256_slli_epi32(numbers, 16));
+      const __m256i odd = times(_mm256_and_si256(numbers, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+      return _mm256_or_si256(_mm256_srli_epi32(even, 16), odd);
+    };
+  });
 }
 
 template <int Inputs>

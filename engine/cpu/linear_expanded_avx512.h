@@ -1,4 +1,4 @@
-// Packs of fp8, MXFP4 and int4 with AVX-512, and with AVX512-BF16 where a file is compiled for it. Define
+// Packs of fp8, MXFP4, NVFP4 and int4 with AVX-512, and with AVX512-BF16 where a file is compiled for it. Define
 // BATON_GEMM_EXPANDED first.
 #include <algorithm>
 
@@ -58,18 +58,28 @@ struct Mxfp4Parts {
   }
 };
 
-// The same of MXFP4 without powers of two, four lines at a time, inputs i to i + 7. A number is found in two tables, of the
-// lower and of the upper bytes of bfloat16.
-template <>
-class Lines<Mxfp4Parts> {
+// The same of NVFP4: scales as factors.
+struct Nvfp4Parts {
+  static constexpr int64_t kBytes = kNvfp4BlockBytes;
+  static constexpr int kInputs = kNvfp4Inputs;
+  static constexpr bool kSubtracts = false;
+
+  static Part part(const uint8_t* block, int n) {
+    return {mul(Nvfp4Block::scales(block, n), Nvfp4Block::part(block, n).factors), splat(0)};
+  }
+};
+
+// The numbers of e2m1 alone, four lines at a time, inputs i to i + 7. A number is found in two tables, of the lower and of the
+// upper bytes of bfloat16.
+class E2m1Lines {
  public:
   static constexpr int kLines = 4;
 
-  explicit Lines(const uint8_t* block) : codes_(block) {}
+  explicit E2m1Lines(const uint8_t* block) : codes_(block) {}
 
   void lines_of(int i, __m512i* lines) const {
     __builtin_prefetch(codes_ + 8 * i + kExpandAhead);
-    const __m512i low = table(kMxfp4LowBytes), high = table(kMxfp4HighBytes), half = _mm512_set1_epi8(15);
+    const __m512i low = table(kE2m1LowBytes), high = table(kE2m1HighBytes), half = _mm512_set1_epi8(15);
     const __m512i both = _mm512_loadu_si512(codes_ + 8 * i);
     const __m512i lower = _mm512_and_si512(both, half), upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
     const __m512i a = _mm512_shuffle_epi8(low, lower), b = _mm512_shuffle_epi8(high, lower);
@@ -84,7 +94,16 @@ class Lines<Mxfp4Parts> {
   const uint8_t* codes_;
 };
 
-// With them: a power is added to the exponent of a number, unless that is 0.
+template <>
+class Lines<Mxfp4Parts> : public E2m1Lines {
+  using E2m1Lines::E2m1Lines;
+};
+template <>
+class Lines<Nvfp4Parts> : public E2m1Lines {
+  using E2m1Lines::E2m1Lines;
+};
+
+// With powers of two: one is added to the exponent of a number, unless that is 0.
 template <>
 class Lines<Mxfp4Block> {
  public:
@@ -105,8 +124,32 @@ class Lines<Mxfp4Block> {
   }
 
  private:
-  Lines<Mxfp4Parts> numbers_;
+  E2m1Lines numbers_;
   const uint8_t* powers_;
+};
+
+// With scales. The products have less bits than bfloat16: nothing is rounded.
+template <>
+class Lines<Nvfp4Block> {
+ public:
+  static constexpr int kLines = 4;
+
+  explicit Lines(const uint8_t* block) : block_(block), numbers_(block) {}
+
+  void lines_of(int i, __m512i* lines) const {
+    const Vec scales = Nvfp4Block::scales(block_, i / kNvfp4Inputs);
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const auto scaled = [&](__m512i bits) { return _mm512_castps_si512(mul(_mm512_castsi512_ps(bits), scales)); };
+    numbers_.lines_of(i, lines);
+    for (int line = 0; line < 4; ++line) {  // the two numbers of an output are halves of 32 bits
+      const __m512i even = scaled(_mm512_slli_epi32(lines[line], 16)), odd = scaled(_mm512_and_si512(lines[line], upper));
+      lines[line] = _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+    }
+  }
+
+ private:
+  const uint8_t* block_;
+  E2m1Lines numbers_;
 };
 
 // The same of int4. 16 + code has the exponent of 16, and the code in the upper bits of the mantissa.

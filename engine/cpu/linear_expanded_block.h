@@ -36,6 +36,21 @@ struct Mxfp4Block {
   static Part part(const uint8_t*, int) { return {splat(1.0f), splat(0)}; }
 };
 
+struct Nvfp4Parts;  // linear_expanded_avx512.h
+
+// Scales in the expanded numbers, as the powers of two of MXFP4.
+struct Nvfp4Block {
+  using OfFew = Nvfp4Parts;
+  static constexpr int64_t kBytes = kNvfp4BlockBytes;
+  static constexpr int kInputs = kBlockInputs;
+  static constexpr bool kSubtracts = false;
+
+  static Vec scales(const uint8_t* block, int n) { return load_e4m3(block + kBlockCodes / 2 + 16 * n); }
+  static Part part(const uint8_t* block, int) {
+    return {load(reinterpret_cast<const float*>(block + kBlockCodes / 2 + kBlockInputs)), splat(0)};
+  }
+};
+
 template <int Inputs>
 struct Int4Block {
   using OfFew = Int4Block;
@@ -63,6 +78,7 @@ void with_blocks(PackFormat format, Of of) {
   switch (format) {
     case kFp8Pack: return of(Fp8Block{});
     case kMxfp4Pack: return of(Mxfp4Block{});
+    case kNvfp4Pack: return of(Nvfp4Block{});
     case kInt4By128Pack: return of(Int4Block<128>{});
     default: return of(Int4Block<32>{});
   }

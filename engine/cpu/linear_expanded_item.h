@@ -1,4 +1,4 @@
-// Products with packs of fp8, MXFP4 and int4 by the kernel for bfloat16. Include linear_expanded_block.h first, and define
+// Products with packs of fp8, MXFP4, NVFP4 and int4 by the kernel for bfloat16. Include linear_expanded_block.h first, and define
 // expand(Block, block, lines) for each type of blocks: it expands a block to lines.
 #pragma once
 #include <algorithm>

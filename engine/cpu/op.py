@@ -92,6 +92,10 @@ def _declare_packed(library: ctypes.CDLL) -> None:
         *(address, size, address, size, size, size, address, size, size, count)
     ]
     library.baton_pack_mxfp4.restype = count
+    library.baton_pack_nvfp4.argtypes = [
+        *(address, size, address, size, ctypes.c_float, size, size, address, size, size, count)
+    ]
+    library.baton_pack_nvfp4.restype = count
     library.baton_pack_int4.argtypes = [
         *(address, size, address, address, *(size,) * 3, address, size, size, count)
     ]

@@ -55,7 +55,7 @@ def tile_options(rows: int) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["row_count"])  # else it is compiled again for multiples of 16, and for 1
 def stored_product_kernel(
-    x, codes, scales, zeros, rows, experts, out, row_count, inputs, outputs, x_stride, divisor,
+    x, codes, scales, zeros, factors, rows, experts, out, row_count, inputs, outputs, x_stride, divisor,
     SCALE_INPUTS: tl.constexpr, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,8 @@ def stored_product_kernel(
             sums += tl.dot(a, tl.trans(e4m3(code).to(a.dtype))) * factor[None, :]
     else:
         PAIRS: tl.constexpr = INPUTS // 2
-        SCALES: tl.constexpr = max(1, INPUTS // SCALE_INPUTS)
+        BOTH: tl.constexpr = SCALE_INPUTS == 16  # halves of a byte have scales of their own
+        SCALES: tl.constexpr = max(1, INPUTS // SCALE_INPUTS) // (2 if BOTH else 1)
         pair = tl.arange(0, PAIRS)
         lower = (
             pair // 16 * 32 + pair % 16
@@ -104,12 +105,15 @@ def stored_product_kernel(
             place = (first // 2 + pair)[None, :]
             code = tl.load(right + place, mask=is_output[:, None] & (place < inputs // 2), other=0)
             code = tl.reshape(code, (OUTPUTS, SCALES, PAIRS // SCALES))
-            place = (first // SCALE_INPUTS + tl.arange(0, SCALES))[None, :]
+            place = (first // SCALE_INPUTS + tl.arange(0, SCALES) * (2 if BOTH else 1))[None, :]
             some = is_output[:, None] & (place < scales_of_output)
             scale = tl.load(scales + of_output + place, mask=some, other=0)[:, :, None]
             if FORMAT == "mxfp4":
                 factor = power_of_two(scale)
                 low, high = e2m1(code, 28) * factor, e2m1(code, 24) * factor
+            elif FORMAT == "nvfp4":
+                above = tl.load(scales + of_output + place + 1, mask=some, other=0)[:, :, None]
+                low, high = e2m1(code, 28) * e4m3(scale), e2m1(code, 24) * e4m3(above)
             else:
                 factor = scale.to(tl.float32)
                 zero = tl.load(zeros + of_output + place, mask=some, other=0)[:, :, None]
@@ -119,6 +123,8 @@ def stored_product_kernel(
             low = tl.reshape(low.to(a.dtype), (OUTPUTS, PAIRS))
             high = tl.reshape(high.to(a.dtype), (OUTPUTS, PAIRS))
             sums = tl.dot(b, tl.trans(high), tl.dot(a, tl.trans(low), sums))
+        if FORMAT == "nvfp4":
+            sums *= tl.load(factors + matrix, mask=is_output, other=0.0)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + weights[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 

@@ -86,6 +86,7 @@ def stored_product(
     codes: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
+    factors: torch.Tensor | None,
     rows: torch.Tensor | None,
     experts: torch.Tensor | None,
     divisor: int,
@@ -93,7 +94,8 @@ def stored_product(
 ) -> torch.Tensor:
     """[count, outputs] in the dtype of x [n, inputs]; weights as in CodedWeights.
 
-    Weights of 4 bits are rounded to the dtype of x; scales of fp8 are multiplied with float32 sums.
+    Weights of 4 bits are rounded to the dtype of x; scales of fp8 and factors of NVFP4 are multiplied with
+    float32 sums.
 
     Without `rows` result i is of row i, with the only weights there are. Else `rows`, int32, are places of
     the result in tiles of equal size, -1 for none, and `experts`, int32, has the expert of each tile, or -1.
@@ -105,7 +107,7 @@ def stored_product(
         x = x.contiguous()
     out = x.new_empty(count, codes.shape[1])
     if count:
-        launch(x, CodedWeights(codes, scales, zeros), rows, experts, divisor, out)
+        launch(x, CodedWeights(codes, scales, zeros, factors), rows, experts, divisor, out)
     return out
 
 
@@ -121,6 +123,7 @@ def _reference(
     codes: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
+    factors: torch.Tensor | None,
     rows: torch.Tensor | None,
     experts: torch.Tensor | None,
     divisor: int,
@@ -129,12 +132,11 @@ def _reference(
     """By its definition: tests compare the kernel with it, and run models on a CPU with it."""
     if rows is None or experts is None:
         rows, experts = torch.arange(count)[None], torch.zeros(1)
+    whole = CodedWeights(codes, scales, zeros, factors)
     out = x.new_zeros(count, codes.shape[1])
     for expert, tile in zip(experts.tolist(), rows.view(len(experts), -1), strict=True):
         some = tile[tile >= 0].long()
         if expert >= 0 and len(some):
-            zero_points = None if zeros is None else zeros[int(expert)]
-            of_expert = CodedWeights(codes[int(expert)], scales[int(expert)], zero_points)
-            weight = of_expert.widened(x.dtype)
+            weight = whole.of_expert(int(expert)).widened(x.dtype)
             out[some] = (x[some // divisor].float() @ weight.T).to(x.dtype)
     return out

@@ -16,7 +16,7 @@ from bench import gpu_products
 def test_each_format_is_measured_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_products, "ROWS", (1, 3))
     ratios, values = gpu_products.run(torch.device("cpu"), 32, 64, 2, rounds=1)
-    assert ratios.keys() == {"fp8_1", "fp8_3", "mxfp4_1", "mxfp4_3", "int4_1", "int4_3"}
+    assert ratios.keys() == {"fp8_1", "fp8_3", "mxfp4_1", "mxfp4_3", "nvfp4_1", "nvfp4_3", "int4_1", "int4_3"}
     assert values.keys() == {f"{name}_us" for name in [*ratios, "bfloat16_1", "bfloat16_3"]}
     assert all(value > 0 for value in [*ratios.values(), *values.values()])
 

@@ -23,6 +23,8 @@ MODELS = [
     ("qwen3_moe", "fp8_wide"),
     ("deepseek_v3", "fp8_wide"),
     ("gpt_oss", "mxfp4"),
+    ("qwen3", "modelopt_nvfp4"),
+    ("mixtral", "ct_nvfp4"),
     ("qwen3", "awq"),
     ("qwen3_moe", "gptq"),
 ]
@@ -55,7 +57,8 @@ def test_logits_are_within_the_bound_and_steps_are_recorded(
         want = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
         theirs = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16)(torch.tensor([ids]))
     runner, _ = open_pools(stored, PAGE, PAGES, "bfloat16", "auto", "auto", False, device)
-    assert runner.kept_formats == ({"awq": "int4", "gptq": "int4"}.get(form, form.partition("_")[0]),)
+    named = {"awq": "int4", "gptq": "int4", "modelopt_nvfp4": "nvfp4", "ct_nvfp4": "nvfp4"}
+    assert runner.kept_formats == (named.get(form, form.partition("_")[0]),)
     driver = Driver(runner, PAGES, PAGE)
     lane = driver.add(ids)
     with torch.inference_mode():

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.nvfp4 import Nvfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
 
@@ -38,6 +39,17 @@ def in_mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, Mxfp4Matrix]:
     return torch.ldexp(weights, powers[..., None]).flatten(1).double(), stored
 
 
+def in_nvfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, Nvfp4Matrix]:
+    """Float64 weights, and how they are stored. All scales of e4m3 but NaN may be there."""
+    codes = torch.randint(0, 16, (outputs, inputs // 16, 16), dtype=torch.uint8)
+    stored = torch.arange(outputs * inputs // 16, dtype=torch.uint8).view(outputs, -1)
+    scales = stored.where(stored & 127 != 127, stored & 128).view(torch.float8_e4m3fn)
+    factor = torch.rand(()) * 1e-3
+    weights = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).int())
+    exact = weights.double() * scales.double()[..., None] * factor.double()
+    return exact.flatten(1), Nvfp4Matrix(codes[..., ::2] | codes[..., 1::2] << 4, scales, factor)
+
+
 def in_int4(outputs: int, inputs: int, group: int) -> tuple[torch.Tensor, GroupedMatrix]:
     """Float64 weights, and how they are stored, with scales in float16. All zero points are there."""
     count = -(-inputs // group)
@@ -54,6 +66,7 @@ def in_format(form: str, outputs: int, inputs: int) -> tuple[torch.Tensor, Store
     made = {
         "fp8": lambda: in_fp8(outputs, inputs, (16, 128)),
         "mxfp4": lambda: in_mxfp4(outputs, inputs),
+        "nvfp4": lambda: in_nvfp4(outputs, inputs),
         "int4": lambda: in_int4(outputs, inputs, 32),
     }
     return made[form]()

@@ -1,4 +1,4 @@
-"""Checkpoints in fp8, MXFP4 and int4, in bfloat16 on a CPU: weights stay so, and logits are right."""
+"""Checkpoints in fp8, MXFP4, NVFP4 and int4, in bfloat16 on a CPU: weights stay so, and logits are right."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ KEPT = {
     ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 9),
     ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 13),  # experts
     ("deepseek_v4", "fp8_fp4"): (PackFormat.MXFP4, 10, 55),  # experts; blocks of fp8 have 24 inputs
+    ("qwen3", "modelopt_nvfp4"): (PackFormat.NVFP4, 12, 1),
+    ("mixtral", "ct_nvfp4"): (PackFormat.NVFP4, 12, 4),
     ("llama", "awq"): (PackFormat.INT4_BY_32, 12, 1),
     ("mixtral", "awq"): (PackFormat.INT4_BY_32, 12, 4),
     ("phi3", "gptq"): (PackFormat.INT4_BY_32, 12, 1),
@@ -103,7 +105,10 @@ def test_both_are_one_model_to_their_peers(directory):
     assert len({load_model(config).spec.fingerprint for config in configs}) == 1
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4"), ("llama", "awq")])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4"), ("qwen3", "modelopt_nvfp4"), ("llama", "awq")],
+)
 def test_prefill_and_decode_apart_answer_as_one_worker_does(family, form, directory):
     """One request at a time, so that both compute the same rows together: then bfloat16 has the same bits."""
     stored, _ = write(family, directory, 0, form)

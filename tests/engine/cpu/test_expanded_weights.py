@@ -1,4 +1,4 @@
-"""Packs of fp8, MXFP4 and int4: products against float64, and which weights are kept so."""
+"""Packs of fp8, MXFP4, NVFP4 and int4: products against float64, and which weights are kept so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat
 from engine.cpu.op import set_isa
 from tests.engine.cpu.test_experts import make_experts
 from tests.support.cpu_kernels import packing_isas
-from tests.support.stored_weights import in_format, in_fp8, in_int4, in_mxfp4, stored_experts
+from tests.support.stored_weights import in_format, in_fp8, in_int4, in_mxfp4, in_nvfp4, stored_experts
 
 ISAS = packing_isas()
 ROWS = [0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 600]
@@ -36,6 +36,7 @@ FORMS = {
     "fp8_wide": (lambda *shape: in_fp8(*shape, (20, 256)), PackFormat.FP8),
     "fp8_rows": (lambda *shape: in_fp8(*shape, (1, shape[1])), PackFormat.FP8),
     "mxfp4": (in_mxfp4, PackFormat.MXFP4),
+    "nvfp4": (in_nvfp4, PackFormat.NVFP4),
     "int4": (lambda *shape: in_int4(*shape, 128), PackFormat.INT4_BY_128),
     "int4_rows": (lambda *shape: in_int4(*shape, shape[1]), PackFormat.INT4_BY_128),
     "int4_wide": (lambda *shape: in_int4(*shape, 256), PackFormat.INT4_BY_128),
@@ -75,7 +76,7 @@ def test_products_are_those_of_the_stored_numbers(form, outputs, inputs, rows, i
 
 @pytest.mark.skipif("amx" not in ISAS, reason="this machine has no AMX")
 def test_with_amx_the_sums_of_a_row_do_not_depend_on_the_batch():
-    for form in ("fp8", "mxfp4", "int4"):
+    for form in ("fp8", "mxfp4", "nvfp4", "int4"):
         layer, _ = layer_of(in_format(form, 48, 416)[1])
         x = torch.randn(40, 416).bfloat16()
         assert torch.equal(layer(x), torch.cat([layer(x[i : i + 1]) for i in range(40)]))
@@ -101,6 +102,30 @@ def test_numbers_that_are_nan_are_kept_in_bfloat16(code):
     assert layer.pack.form.of_checkpoint is None
     sums = layer(torch.ones(1, 128).bfloat16())[0]
     assert sums.isnan().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_scales_that_are_nan_are_kept_in_bfloat16(code):
+    torch.manual_seed(0)
+    _, stored = in_nvfp4(48, 128)
+    stored.scales.view(torch.uint8)[5, 7] = code
+    layer, _ = layer_of(stored)
+    assert layer.pack.form.of_checkpoint is None
+    sums = layer(torch.ones(1, 128).bfloat16())[0]
+    assert sums.isnan().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_matrices_with_factors_of_their_own_are_one_pack(rows, isa):
+    torch.manual_seed(0)
+    made = [in_nvfp4(32, 160) for _ in range(2)]
+    weights = [StoredTensor([[stored]], torch.bfloat16, experts=False) for _, stored in made]
+    assert made[0][1].factor != made[1][1].factor
+    pack = Packer().pack(64, 160, [Matrix(weight, 2 * i) for i, weight in enumerate(weights)])
+    assert pack.form is PackFormat.NVFP4
+    x, exact = torch.randn(rows, 160).bfloat16(), torch.cat([each for each, _ in made])
+    difference = pack.product(x, 0, 64).double() - x.double() @ exact.T
+    assert (difference.abs() <= 1e-6 * (x.double().abs() @ exact.abs().T)).all()
 
 
 def test_int4_without_neighbouring_groups_and_8_bits_are_kept_in_bfloat16():
@@ -148,7 +173,7 @@ def test_matrices_of_two_formats_are_kept_in_bfloat16():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(value, rows, isa):
     torch.manual_seed(0)
-    for form in ("fp8", "mxfp4", "int4"):
+    for form in ("fp8", "mxfp4", "nvfp4", "int4"):
         stored = in_format(form, 48, 128)[1]
         x = torch.randn(rows, 128).bfloat16()
         x[-1, 100] = value
@@ -160,6 +185,9 @@ def test_what_is_not_finite_stays_so(value, rows, isa):
     sums = layer_of(stored)[0](torch.ones(rows, 128).bfloat16())
     assert not sums[:, :16].isfinite().any()
     assert sums[:, 16:].isfinite().all()
+    _, stored = in_nvfp4(48, 128)
+    stored.factor.fill_(value)
+    assert not layer_of(stored)[0](torch.ones(rows, 128).bfloat16()).isfinite().any()
 
 
 def test_blocks_that_cut_what_shares_a_scale_are_kept_in_bfloat16():
@@ -178,7 +206,8 @@ def test_another_format_can_be_asked_for(weight_dtype, form):
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 @pytest.mark.parametrize(
-    ("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "int4")]
+    ("family", "form"),
+    [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4"), ("qwen3_moe", "int4")],
 )
 def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
     experts, exact = stored_experts(make_experts, family, form)

@@ -15,7 +15,7 @@ from engine.cuda.stored_product import stored_product
 from tests.support.triton_code import CAPABILITIES, MOST_SHARED_BYTES, compiled, interpreted, unspecialized
 
 pytestmark = pytest.mark.kernels
-FORMS = ["fp8", "mxfp4", "int4", "int4_fine"]
+FORMS = ["fp8", "mxfp4", "nvfp4", "int4", "int4_fine"]
 CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 """By compute capability, the instructions of tensor cores, which tiles of many rows must use."""
 
@@ -33,11 +33,15 @@ def weights(form: str, experts: int, outputs: int, inputs: int) -> CodedWeights:
     if form == "fp8":
         codes = torch.randint(0, 256, (*shape, inputs), dtype=torch.uint8)
         codes = codes.where(codes & 127 != 127, codes & 128)
-        return CodedWeights(codes, torch.rand(*shape, -(-inputs // 128)) * 0.01, None)
+        return CodedWeights(codes, torch.rand(*shape, -(-inputs // 128)) * 0.01)
     codes = torch.randint(0, 256, (*shape, inputs // 2), dtype=torch.uint8)
     if form == "mxfp4":
         powers = torch.randint(120, 130, (*shape, inputs // 32), dtype=torch.uint8)
-        return CodedWeights(codes, powers, None)
+        return CodedWeights(codes, powers)
+    if form == "nvfp4":
+        scales = torch.randint(0, 256, (*shape, inputs // 16), dtype=torch.uint8)
+        scales = scales.where(scales & 127 != 127, scales & 128)
+        return CodedWeights(codes, scales, factors=torch.rand(*shape, 1) * 1e-4)
     scales = (torch.rand(*shape, -(-inputs // (32 if form == "int4_fine" else 128))) * 0.01).half()
     return CodedWeights(codes, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
 
@@ -84,6 +88,9 @@ def test_nan_and_the_ends_of_the_range(kernel: Any) -> None:
     codes = torch.arange(512).view(16, 32) % 256  # all of them
     coded.codes[0] = codes.where(codes & 127 != 127, 0)
     check_same(kernel, x, coded)
+    coded = weights("nvfp4", 1, 128, 32)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 128, 2)  # all of them
+    check_same(kernel, x, coded._replace(scales=scales.where(scales & 127 != 127, 0)))
     coded = weights("int4_fine", 1, 16, 32)
     coded.zeros[0, :, 0] = torch.arange(16)  # type: ignore[index]
     check_same(kernel, x, coded)
@@ -104,6 +111,8 @@ def check_same(kernel: Any, x: torch.Tensor, coded: CodedWeights) -> None:
     [
         ("fp8", False, 16),
         ("mxfp4", True, 128),
+        ("nvfp4", False, 16),
+        ("nvfp4", True, 64),
         ("fp8", True, 64),
         ("int4", False, 16),
         ("int4", False, 128),
@@ -112,18 +121,19 @@ def check_same(kernel: Any, x: torch.Tensor, coded: CodedWeights) -> None:
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_it_becomes_machine_code(capability: int, form: str, grouped: bool, rows: int, dtype: str) -> None:
-    scales = {"fp8": "*fp32", "mxfp4": "*u8"}.get(form, "*fp16")
+    scales = {"fp8": "*fp32", "mxfp4": "*u8", "nvfp4": "*u8"}.get(form, "*fp16")
     types = {"x": dtype, "codes": "*u8", "scales": scales, "out": dtype}
     types |= {"rows": "*i32", "experts": "*i32"} if grouped else {}
     types |= {"zeros": "*u8"} if scales == "*fp16" else {}
-    scale_inputs = 32 if form in ("mxfp4", "int4_fine") else 128
+    types |= {"factors": "*fp32"} if form == "nvfp4" else {}
+    scale_inputs = {"mxfp4": 32, "nvfp4": 16, "int4_fine": 32}.get(form, 128)
     made = compiled(
         "stored_kernel",
         "stored_product_kernel",
         [rows],
         types,
         {"SCALE_INPUTS": scale_inputs, "FORMAT": form.partition("_")[0], "GROUPED": grouped, "ROWS": rows},
-        [name for name in ("rows", "experts", "zeros") if name not in types],
+        [name for name in ("rows", "experts", "zeros", "factors") if name not in types],
         ["x", "codes", "scales", "out", "inputs", "outputs", "x_stride"],
         capability,
     )

@@ -31,7 +31,7 @@ from tests.engine.cpu.test_experts import make_experts
 from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.flashinfer_stand_in import flashinfer_module
 from tests.support.quantised_checkpoints import write
-from tests.support.stored_weights import in_fp8, in_int4, in_mxfp4, stored_experts
+from tests.support.stored_weights import in_fp8, in_int4, in_mxfp4, in_nvfp4, stored_experts
 
 FROM_WIDENED = 2.0
 """The difference of logits from transformers in float32 with the dequantised weights: at most so many times
@@ -47,7 +47,9 @@ def stored(*parts: object) -> StoredTensor:
     return StoredTensor([parts], torch.bfloat16, experts=False)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4", "int4", "int4_rows", "int4_fine"])
+@pytest.mark.parametrize(
+    "form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4", "nvfp4", "int4", "int4_rows", "int4_fine"]
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 416), (7, 32)])
 def test_a_product_of_joined_weights_is_that_of_the_stored_numbers(
     form: str, outputs: int, inputs: int
@@ -59,6 +61,8 @@ def test_a_product_of_joined_weights_is_that_of_the_stored_numbers(
     made = [
         in_mxfp4(n, inputs)
         if form == "mxfp4"
+        else in_nvfp4(n, inputs)
+        if form == "nvfp4"
         else in_int4(n, inputs, groups[form])
         if form in groups
         else in_fp8(n, inputs, blocks[form])
@@ -109,6 +113,20 @@ def test_a_number_that_is_nan_makes_its_output_nan(code: int) -> None:
     coded = FORMATS[0][1](ScaledMatrix(numbers, torch.rand(3, 2), (16, 128)))
     assert coded is not None
     assert coded.scales.isnan().nonzero().tolist() == [[5, 0], [9, 1]]
+
+
+def test_a_scale_that_is_nan_makes_its_output_nan() -> None:
+    torch.manual_seed(0)
+    _, matrix = in_nvfp4(48, 160)
+    matrix.scales.view(torch.uint8)[5, 7] = matrix.scales.view(torch.uint8)[9, 0] = 0x7F
+    product = Products().of(stored(matrix))
+    assert isinstance(product, StoredProduct)
+    sums = product(torch.ones(1, 160).bfloat16())[0]
+    assert sums.isnan().nonzero().flatten().tolist() == [5, 9]
+
+
+def test_the_kernel_reads_nvfp4_in_blocks_of_32_inputs() -> None:
+    assert not isinstance(Products().of(stored(in_nvfp4(16, 48)[1])), StoredProduct)
 
 
 def test_the_kernel_reads_int4_in_blocks_of_32_inputs() -> None:
@@ -170,7 +188,13 @@ def test_each_pair_is_in_one_tile_of_its_expert(tokens: int, count: int, data: s
 @pytest.mark.parametrize("tokens", [1, 9, 200])
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("deepseek_v4", "mxfp4"), ("qwen3_moe", "int4")],
+    [
+        ("qwen3_moe", "fp8"),
+        ("gpt_oss", "mxfp4"),
+        ("deepseek_v4", "mxfp4"),
+        ("qwen3_moe", "nvfp4"),
+        ("qwen3_moe", "int4"),
+    ],
 )
 def test_experts_are_those_of_the_stored_numbers(tokens: int, family: str, form: str) -> None:
     experts, exact = stored_experts(make_experts, family, form)
@@ -213,6 +237,9 @@ REST = pytest.mark.oracle_full
         pytest.param("llama", "gptq_desc_act", None, marks=REST),
         ("qwen3", "gptq_v2", None),  # 8 bits
         ("gemma2", "ct_int4_zeros", "int4"),
+        ("qwen3-wide", "modelopt_nvfp4", "nvfp4"),
+        ("mixtral", "ct_nvfp4", "nvfp4"),
+        pytest.param("qwen3", "modelopt_mixed", "fp8, nvfp4", marks=REST),
     ],
 )
 def test_logits_are_within_the_bound(
