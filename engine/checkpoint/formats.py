@@ -1,4 +1,4 @@
-"""The format of a checkpoint's weights by `quantization_config` in its config.json."""
+"""The format of a checkpoint's weights by `quantization_config` in its config (engine/model_config.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.checkpoint.base import Format
 from engine.checkpoint.grouped import StoredZeros, awq_format, gptq_format, packed_format
-from engine.checkpoint.mxfp4 import MXFP4
+from engine.checkpoint.mxfp4 import MXFP4, MXFP4_PACKED
 from engine.checkpoint.nvfp4 import MODELOPT, NVFP4_PACKED
 from engine.checkpoint.scaled import Block, fp8_format, scaled_format
 from engine.errors import UnsupportedModel
@@ -102,6 +102,9 @@ def _compressed_tensors(settings: Settings) -> Format:
         return NVFP4_PACKED
     for scheme in schemes:
         _one_of(scheme, "symmetric", (True,), default=True)
+    if stored == "mxfp4-pack-quantized":
+        return MXFP4_PACKED
+    for scheme in schemes:
         _one_of(scheme, "strategy", ("tensor", "channel", "block") if block else ("tensor", "channel"))
     return scaled_format(".weight_scale", block)
 
@@ -111,6 +114,7 @@ _COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "float-quantized": (("float",), (8,)),
     "int-quantized": (("int",), (8,)),
     "nvfp4-pack-quantized": (("float",), (4,)),
+    "mxfp4-pack-quantized": (("float",), (4,)),
     "naive-quantized": (("float", "int"), (8,)),  # the name of both before they had names of their own
 }
 """compressed-tensors' format -> types and numbers of bits of its numbers."""
@@ -171,6 +175,7 @@ def _block(sizes: Any) -> Block | None:
 
 def _refused(key: str, value: Any, supported: Any) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{key} is {value!r} in quantization_config of config.json: weights stored so are not read",
+        f"{key} is {value!r} in quantization_config of config.json, or in hf_quant_config.json: weights "
+        "stored so are not read",
         f"use a checkpoint without quantization_config, or with {key} {' or '.join(map(str, supported))}",
     )

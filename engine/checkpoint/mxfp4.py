@@ -1,4 +1,5 @@
-"""MXFP4 as gpt-oss stores its experts: the OCP microscaling format with blocks of 32 numbers."""
+"""MXFP4, the OCP microscaling format with blocks of 32 numbers, as gpt-oss stores its experts, and as
+compressed-tensors stores any weight."""
 
 from __future__ import annotations
 
@@ -69,4 +70,20 @@ def _read(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(matrices, dtype, experts=True, transposed=True)
 
 
+def paired_rows(numbers: torch.Tensor, scales: torch.Tensor) -> Mxfp4Matrix:
+    """Bytes [rows, inputs / 2] and E8M0 [rows, inputs / 32]. Raises ValueError unless they fit together."""
+    rows, width = numbers.shape
+    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8) or scales.shape != (rows, width / 16):
+        raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)} for {tuple(numbers.shape)} bytes")
+    return Mxfp4Matrix(numbers.view(torch.uint8).view(rows, -1, 16), scales.view(torch.uint8))
+
+
+def _read_packed(parts: Parts, dtype: torch.dtype) -> StoredTensor:
+    numbers, scales = parts[".weight_packed"], parts[".weight_scale"]
+    if numbers.dtype != torch.uint8 or numbers.ndim != 2:
+        raise ValueError(f"numbers of 4 bits are {numbers.dtype} {tuple(numbers.shape)}, not rows of bytes")
+    return StoredTensor([[paired_rows(numbers, scales)]], dtype, experts=False)
+
+
+MXFP4_PACKED = Format((".weight_packed", ".weight_scale"), _read_packed, ".weight_packed", 4)
 MXFP4 = Format(("_blocks", "_scales"), _read, "_blocks", 4, result="")

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from engine.checkpoint.base import Format, Parts, row_blocks
-from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.mxfp4 import paired_rows
 from engine.checkpoint.stored import StoredTensor
 
 Block = tuple[int, int]
@@ -105,14 +105,9 @@ def fp8_format(block: Block | None, has_fp4: bool) -> Format:
 
 def _read_either(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:
     """Of 4 bits: int8 [rows, inputs / 2], the low half of a byte first, and E8M0 [rows, inputs / 32]."""
-    numbers, scales = parts[".weight"], parts[scale]
-    if numbers.dtype != torch.int8:
+    if parts[".weight"].dtype != torch.int8:
         return _read(parts, dtype, scale, block)
-    rows, width = numbers.shape
-    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8) or scales.shape != (rows, width / 16):
-        raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)} for {tuple(numbers.shape)} bytes")
-    codes = numbers.view(torch.uint8).view(rows, -1, 16)
-    return StoredTensor([[Mxfp4Matrix(codes, scales.view(torch.uint8))]], dtype, experts=False)
+    return StoredTensor([[paired_rows(parts[".weight"], parts[scale])]], dtype, experts=False)
 
 
 def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:

@@ -204,6 +204,13 @@ def pairs_of_fp4(weight: Array) -> tuple[Tensors, Array]:
     return {".weight": codes, ".scale": parts["_scales"][0].view(torch.float8_e8m0fnu)}, exact[0].T
 
 
+def packed_mxfp4(weight: Array) -> tuple[Tensors, Array]:
+    """As compressed-tensors stores it."""
+    parts, exact = mxfp4(weight.T[None])
+    pairs, powers = parts["_blocks"].flatten(2)[0], parts["_scales"][0]
+    return {".weight_packed": pairs, ".weight_scale": powers}, exact[0].T
+
+
 def nvfp4(weight: Array) -> tuple[Array, Array, np.float32, Array]:
     """Pairs of codes, e4m3 codes of scales [rows, inputs / 16], the factor of the weight, and its values."""
     blocks = weight.reshape(len(weight), -1, 16)
@@ -380,6 +387,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "ct_nvfp4": (
         _compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
         packed_nvfp4,
+    ),
+    "ct_mxfp4": (
+        _compressed("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32),
+        packed_mxfp4,
     ),
     "modelopt_nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt_nvfp4),
     "modelopt_mixed": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
+from engine.model_config import read_config
 from tests.engine.conftest import PROMPTS
 from tests.support.hand_off import pair
 from tests.support.quantised_checkpoints import FORMATS, pack, packed, scaled, write
@@ -48,6 +51,7 @@ CASES = [
     ("step3p5", "fp8"),
     ("nemotron_h", "modelopt_nvfp4"),
     ("qwen3_moe", "ct_nvfp4"),
+    ("mixtral", "ct_mxfp4"),
     ("llama", "modelopt_mixed"),
 ]
 ANSWER = 24
@@ -92,6 +96,27 @@ def test_weights_are_what_the_format_defines(family: str, form: str, dtype: str,
     for name in changed:
         error = (ours[name].float() - before[name].float()).norm() / before[name].float().norm()
         assert error < 0.25, name
+
+
+def test_settings_of_the_model_optimizer_may_be_in_a_file_of_their_own(directory: Path) -> None:
+    stored, exact = write("llama", directory, 0, "modelopt_mixed")
+    other = directory / "settings-apart"
+    shutil.copytree(stored, other)
+    config = json.loads((other / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (other / "config.json").write_text(json.dumps(config))
+    path = other / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    ours, theirs = loaded_weights(other, "float32"), loaded_weights(exact, "float32")
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
+    with pytest.raises(UnsupportedModel, match="quant_algo is 'NVFP4_AWQ'"):
+        loaded_weights(other, "float32")
+    for text in ("{", "{}", "[]", '{"quantization": 5}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"hf_quant_config\.json: "):
+            read_config(other, local=True)
 
 
 @pytest.mark.oracle
@@ -142,7 +167,7 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
         ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation is 'hadamard'"),
         ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 2}}}, "bits is 2"),
         ({"quant_method": "awq", "w_bit": 3}, "w_bit is 3"),
-        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format is 'mxfp4"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, "format is 'mxfp8"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo is 'FP8_PB_WO'"),
         (
             {

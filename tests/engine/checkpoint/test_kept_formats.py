@@ -30,6 +30,7 @@ KEPT = {
     ("deepseek_v4", "fp8_fp4"): (PackFormat.MXFP4, 10, 55),  # experts; blocks of fp8 have 24 inputs
     ("qwen3", "modelopt_nvfp4"): (PackFormat.NVFP4, 12, 1),
     ("mixtral", "ct_nvfp4"): (PackFormat.NVFP4, 12, 4),
+    ("mixtral", "ct_mxfp4"): (PackFormat.MXFP4, 12, 4),
     ("llama", "awq"): (PackFormat.INT4_BY_32, 12, 1),
     ("mixtral", "awq"): (PackFormat.INT4_BY_32, 12, 4),
     ("phi3", "gptq"): (PackFormat.INT4_BY_32, 12, 1),
