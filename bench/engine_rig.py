@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from bench.scheduler import DecodeHere
 from engine.config import EngineConfig
-from engine.cpu.decoder import PARTS, FusedDecoder
+from engine.cpu.decoder import FusedDecoder
+from engine.cpu.decoder_call import PARTS
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from kvcache.config import CacheConfig

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine.attention_layers import attention_layers
+from engine.kv_sharing import shared_layers
 from engine.layer_classes import NORMS_PLUS_ONE
 
 DECODERS = (
@@ -20,6 +21,9 @@ DECODERS = (
     *("SeedOssModel", "SmolLM3Model", "SolarOpenModel"),
 )
 """The transformers classes of which these are the parts. An MLP may be any module."""
+SHARING_DECODERS = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
+"""Those with layers that may read an earlier layer's keys and values, and heads that may differ by the type
+of a layer. A CPU computes them."""
 INTERLEAVED = ("Ernie4_5Model", "Ernie4_5_MoeModel", "Glm4Model", "GlmModel")
 """Those that rotate pairs of neighbouring values of a head, not of its halves."""
 ROTATED_IN_PART = ("Glm4Model", "Glm4MoeModel", "GlmModel", "Phi3Model")
@@ -37,19 +41,21 @@ class Place(NamedTuple):
     """Where a layer's keys and values are, and how they are rotated."""
 
     group: int  # 0: the layers that see all tokens, 1: those with a window
-    place: int  # among the layers of its group
+    place: int  # among the layers of its group that have keys and values
     rope: int | None  # of ropes()
+    shares: bool = False  # whether it reads those of an earlier layer, which has this place
 
 
 @dataclass(frozen=True)
 class AttentionParts:
     """The weights of one layer's attention."""
 
-    qkv: tuple[torch.Tensor, ...]  # rows of q, of k and of v
+    qkv: tuple[torch.Tensor, ...]  # rows of q, of k and of v; of q alone, if it shares keys and values
     qkv_bias: tuple[torch.Tensor, ...] | None
     q_norm: Any
     k_norm: Any
     sinks: torch.Tensor | None  # [query heads]: logits that join each softmax
+    v_norm: torch.Tensor | None  # [head_dim]: by what the norm of a value multiplies
 
 
 class Norms(NamedTuple):
@@ -63,17 +69,21 @@ class Norms(NamedTuple):
 
 def attention_parts(attention: Any) -> AttentionParts:
     """Of the attention module of a layer."""
-    others = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "sinks"))
+    others = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm", "sinks")}
+    others["v_norm"] = torch.ones(attention.head_dim) if hasattr(attention, "v_norm") else None
+    if getattr(attention, "is_kv_shared_layer", False):
+        return AttentionParts((attention.q_proj.weight,), None, **others)
     if hasattr(attention, "qkv_proj"):  # Phi 3
         joined, width = attention.qkv_proj.weight, attention.num_key_value_heads * attention.head_dim
         parts = joined[: -2 * width], joined[-2 * width : -width], joined[-width:]
-        return AttentionParts(parts, None, *others)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return AttentionParts(parts, None, **others)
+    values = attention.v_proj or attention.k_proj  # large sizes of Gemma 4 have values that are keys
+    projections = (attention.q_proj, attention.k_proj, values)
     biased = attention.q_proj.bias is not None
     return AttentionParts(
         tuple(projection.weight for projection in projections),
         tuple(projection.bias for projection in projections) if biased else None,
-        *others,
+        **others,
     )
 
 
@@ -160,12 +170,15 @@ def places(model: Any) -> list[Place]:
     """Of the model's layers, in order."""
     kinds = list(ropes(model))
     counts = [0, 0]
-    result = []
-    for facts, layer in zip(attention_layers(model, {}), model.layers, strict=True):
+    result: list[Place] = []
+    shared = shared_layers(model.config)
+    for facts, layer in zip(attention_layers(model, shared), model.layers, strict=True):
         group = int(facts.window is not None)
         rope = 0 if kinds == [""] else kinds.index(model.config.layer_types[facts.layer])
-        result.append(Place(group, counts[group], rope if _rotates(layer.self_attn) else None))
-        counts[group] += 1
+        shares = facts.shares is not None
+        place = result[facts.kv_layer].place if shares else counts[group]
+        result.append(Place(group, place, rope if _rotates(layer.self_attn) else None, shares))
+        counts[group] += not shares
     return result
 
 
@@ -191,6 +204,11 @@ def embedding_scale(model: Any) -> float:
     if own is not None:
         return float(torch.tensor(own, dtype=model.embed_tokens.weight.dtype))
     return float(getattr(model, "embedding_multiplier", 1.0))  # Granite
+
+
+def layer_scale(layer: Any) -> float:
+    """The factor on the residual after a layer."""
+    return float(getattr(layer, "layer_scalar", 1.0))  # Gemma 4
 
 
 def residual_scale(model: Any) -> float:

@@ -8,6 +8,7 @@ time, and not for Gemma 3n.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,21 @@ from torch import nn
 from engine.device_copies import upload
 from engine.paged_cache import PagedCache
 from engine.paged_layers import DecoderOutput, PagedLayers
+
+
+def own_layers(config: Any) -> int:
+    """How many layers, the first ones, have keys and values."""
+    layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return layers
+
+
+def shared_layers(config: Any) -> Mapping[int, int]:
+    """Layer -> the earlier layer whose keys and values it reads: the last of its type that has some."""
+    own = own_layers(config)
+    if own == config.num_hidden_layers:
+        return {}
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+    return {layer: last[config.layer_types[layer]] for layer in range(own, config.num_hidden_layers)}
 
 
 class KVSharingDecoder(nn.Module):
@@ -29,7 +45,7 @@ class KVSharingDecoder(nn.Module):
         super().__init__()
         self.decoder = model
         self._kinds: list[str] = model.config.layer_types
-        self._first_shared: int = len(self._kinds) - model.config.num_kv_shared_layers
+        self._first_shared = own_layers(model.config)
 
     def forward(
         self,

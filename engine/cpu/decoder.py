@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
+from engine.cpu.decoder_call import PARTS, DecoderCall, LayerWeights
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights
-from engine.cpu.op import AttentionCall, kernels
+from engine.cpu.op import kernels
 from engine.decoder_parts import (
     DECODERS,
     INTERLEAVED,
     ROTATED_IN_PART,
+    SHARING_DECODERS,
     Place,
     attention_parts,
     embedding,
@@ -31,6 +34,7 @@ from engine.decoder_parts import (
     is_mixture,
     layer_mlp,
     layer_norms,
+    layer_scale,
     mlp_outputs,
     norm_eps,
     norm_weight,
@@ -38,77 +42,36 @@ from engine.decoder_parts import (
     residual_scale,
     ropes,
 )
-from engine.families.dense import head_dim
+from engine.layer_inputs import layer_input_parts, layer_inputs
 from engine.paged_layers import DecoderOutput, PagedLayers
 from engine.parallel.sums import is_divided
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """Its name in config.json -> baton::Activation in decoder.h."""
 
-PARTS = ("qkv", "rope", "attention", "out", "gate_up", "down", "norm")
-"""The parts of a step, in the order in which the C++ call counts their time (decoder.h: Part)."""
-
-
-class LayerWeights(ctypes.Structure):
-    """`baton::LayerWeights` in decoder.h."""
-
-    _fields_ = (
-        *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "out_norm", "down_norm")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "qkv_bias", "out_bias", "sinks")),
-        *((name, ctypes.c_int32) for name in ("group", "place", "rope")),
-    )
-
-
-class LayerGroup(ctypes.Structure):
-    """`baton::LayerGroup` in decoder.h."""
-
-    _fields_ = (
-        ("attention", ctypes.POINTER(AttentionCall)),
-        ("layer_bytes", ctypes.c_int64),
-        ("v_bytes", ctypes.c_int64),
-        ("tiles", ctypes.c_void_p),
-    )
-
-
-class OutsideMlp(ctypes.Structure):
-    """`baton::OutsideMlp` in decoder.h."""
-
-    _fields_ = (("inputs", ctypes.c_void_p), ("outputs", ctypes.c_void_p), ("rows", ctypes.c_int64))
-
-
-class DecoderCall(ctypes.Structure):
-    """`baton::DecoderCall` in decoder.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "residual", "result", "cos", "sin")),
-        ("scratch", ctypes.c_void_p),
-        ("groups", LayerGroup * 2),
-        ("mlp", OutsideMlp),
-        ("reads", ctypes.c_void_p),
-        ("read_starts", ctypes.c_void_p),
-        ("read_count", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
-        *((name, ctypes.c_int32) for name in ("ropes", "rotary", "interleaved", "activation")),
-        *((name, ctypes.c_float) for name in ("residual_scale", "eps")),
-        ("part_seconds", ctypes.c_void_p),
-    )
-
 
 def fusible(model: Any) -> bool:
     """Whether FusedDecoder computes the same as this transformers decoder."""
     config: Any = model.config
-    dim = head_dim(config)
     return (
-        type(model).__name__ in DECODERS
+        type(model).__name__ in (*DECODERS, *SHARING_DECODERS)
         and not is_divided(model)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in _parameters(model))
         and config.hidden_size % 32 == 0
-        and config.num_attention_heads * dim % 32 == 0
-        and dim % 16 == 0
-        and dim <= MAX_HEAD_DIM
-        and _is_rotated(model, dim)
+        and all(
+            config.num_attention_heads * dim % 32 == 0 and dim % 16 == 0 and dim <= MAX_HEAD_DIM
+            for dim in {layer.self_attn.head_dim for layer in model.layers}
+        )
+        and _is_rotated(model)
+        and (type(model).__name__ in DECODERS or _is_inside(model))
+    )
+
+
+def _is_inside(model: Any) -> bool:
+    """Whether nothing of a decoder whose layers share keys and values is computed outside."""
+    return getattr(model, "hidden_size_per_layer_input", 0) % 32 == 0 and all(
+        _gated_width(layer.mlp, model.config) is not None and not getattr(layer, "enable_moe_block", False)
+        for layer in model.layers
     )
 
 
@@ -131,10 +94,15 @@ def _gated_width(mlp: Any, config: Any) -> int | None:
     return width if width % 32 == 0 else None
 
 
-def _is_rotated(model: Any, dim: int) -> bool:
+def _is_rotated(model: Any) -> bool:
     """Whether all values of a head are rotated, or the first ones, where transformers does that, too."""
-    widths = {2 * len(rope.frequencies) for rope in ropes(model).values()}
-    return widths == {dim} or (type(model).__name__ in ROTATED_IN_PART and len(widths) == 1)
+    widths = [2 * len(rope.frequencies) for rope in ropes(model).values()]
+    if type(model).__name__ in ROTATED_IN_PART:
+        return len(set(widths)) == 1
+    return all(
+        place.rope is None or widths[place.rope] == layer.self_attn.head_dim
+        for place, layer in zip(places(model), model.layers, strict=True)
+    )
 
 
 class FusedDecoder(nn.Module):
@@ -151,15 +119,15 @@ class FusedDecoder(nn.Module):
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
         assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
-        widths = [_gated_width(layer_mlp(layer), model.config) for layer in model.layers]
-        intermediate = next(filter(None, widths), 0)
+        self.layer_inputs = layer_inputs(model)
         self.outside = nn.ModuleDict()
         self._layers = (LayerWeights * len(model.layers))()
         for i, place in enumerate(places(model)):
             layer = model.layers[i]
             self._fill(self._layers[i], layer, place)
-            if widths[i] == intermediate:
-                self._fill_mlp(self._layers[i], layer_mlp(layer))
+            width = _gated_width(layer_mlp(layer), model.config)
+            if width is not None:
+                self._fill_mlp(self._layers[i], layer_mlp(layer), width)
             else:
                 self.outside[str(i)] = layer_mlp(layer)
             del layer
@@ -169,10 +137,11 @@ class FusedDecoder(nn.Module):
             layers=ctypes.addressof(self._layers),
             final_norm=self._vector(norm_weight(model.norm)),
             layer_count=len(self._layers),
+            tail=next((i for i, layer in enumerate(self._layers) if layer.shares), len(self._layers) - 1),
             hidden=model.config.hidden_size,
-            intermediate=intermediate,
+            layer_input_width=0 if self.layer_inputs is None else self.layer_inputs.width,
             ropes=len(self._ropes),
-            rotary=2 * len(self._ropes[0].frequencies),
+            rotary=2 * max(len(rope.frequencies) for rope in self._ropes),
             interleaved=type(model).__name__ in INTERLEAVED,
             activation=ACTIVATIONS.get(_activation(model.config), 0),  # 0: no MLP is computed here
             residual_scale=residual_scale(model),
@@ -198,6 +167,11 @@ class FusedDecoder(nn.Module):
         call.tokens = len(residual)
         call.residual, call.result = residual.data_ptr(), result.data_ptr()
         call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(input_ids[0], residual.bfloat16())
+            assert inputs.is_contiguous()
+            assert inputs.dtype == torch.bfloat16
+            call.layer_inputs = inputs.data_ptr()
         for number in self._groups:
             attention = (paged.full, paged.window)[number]
             assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
@@ -244,7 +218,10 @@ class FusedDecoder(nn.Module):
         tables = [(angle.cos() * rope.scale, angle.sin() * rope.scale) for angle, rope in pairs]
         if len(tables) == 1:
             return tables[0]
-        cosines, sines = zip(*tables, strict=True)
+        cosines, sines = (
+            [pad(table, (0, self._call.rotary // 2 - table.shape[1])) for table in each]
+            for each in zip(*tables, strict=True)
+        )
         return torch.stack(cosines), torch.stack(sines)
 
     def _fill(self, into: LayerWeights, layer: Any, place: Place) -> None:
@@ -260,10 +237,17 @@ class FusedDecoder(nn.Module):
             into.out_bias = self._vector(layer.self_attn.o_proj.bias)
         if attention.sinks is not None:
             into.sinks = self._vector(attention.sinks)
-        into.group, into.place = place.group, place.place
+        if attention.v_norm is not None:
+            into.v_norm = self._vector(attention.v_norm)
+        if (inputs := layer_input_parts(layer)) is not None:
+            into.input_gate, into.input_out = self._pack_rows([inputs.gate]), self._pack_rows([inputs.out])
+            into.input_out_norm = self._norm(inputs.norm)
+        into.scale = layer_scale(layer)
+        into.group, into.place, into.shares = place.group, place.place, place.shares
         into.rope = -1 if place.rope is None else place.rope
 
-    def _fill_mlp(self, into: LayerWeights, mlp: Any) -> None:
+    def _fill_mlp(self, into: LayerWeights, mlp: Any, width: int) -> None:
+        into.intermediate = width
         into.gate_up = self._pack_alternating(*gate_and_up(mlp))
         into.down = self._pack_rows([mlp.down_proj.weight])
 

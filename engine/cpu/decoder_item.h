@@ -4,7 +4,8 @@
 // The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
 // synchronise at five barriers per layer, and at two more if what attention and MLPs add is normed. If there are few rows,
 // every thread computes the norms of all rows itself, which is cheaper than a barrier. Of a prefill chunk one hidden state
-// is read, or none, but K and V of all tokens: the last layer computes the rest for the rows that are read alone.
+// is read, or none, but K and V of all tokens: the last layer, and those at the end that share keys and values, compute the
+// rest for the rows that are read alone.
 // Compiled once per instruction set: BATON_DECODER names the table it fills.
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,7 @@
 
 #include "decoder.h"
 #include "decoder_memory.h"
+#include "decoder_projection.h"
 #include "decoder_residual.h"
 #include "decoder_rows.h"
 #include "exponential.h"
@@ -21,8 +23,6 @@
 
 namespace baton {
 namespace {
-
-using Heads = std::pair<int, int>;  // [first, last) of the heads of q, k and v, in the order of the pack
 
 // The attention plans of the groups, for one batch.
 class Plans {
@@ -40,9 +40,9 @@ class Plans {
 class Decoder {
  public:
   Decoder(const DecoderCall& call, Plans& plans)
-      : call_(call), shape_(call), few_(call.tokens <= kFewRows), plans_(plans), batch_(last_attention(call)),
-        buffers_(take_buffers(call)), residual_(call, shape_, buffers_) {}
-  Decoder(const Decoder&) = delete;  // its residual refers to it
+      : call_(call), shape_(call), plans_(plans), buffers_(take_buffers(call)), residual_(call, shape_, buffers_),
+        projection_(call, buffers_, residual_) {}
+  Decoder(const Decoder&) = delete;  // its parts refer to it
 
   // Computes layers [first, last).
   void run(Team& team, int first, int last, Clock& clock) const {
@@ -56,28 +56,35 @@ class Decoder {
   void attention_block(Team& team, int layer, Clock& clock) const {
     const LayerWeights& weights = call_.layers[layer];
     const bf16* normed = residual_.norm(team, weights.input_norm, clock);
-    project(team, weights, normed, {0, batch_.heads + 2 * batch_.kv_heads}, clock);
+    projection_.run(team, weights, normed, {0, Heads(call_, weights).all()}, clock);
     const AttentionCall attention = of_layer(weights);
-    plans_.of(weights).write(team, attention);
-    team.barrier();
+    if (!weights.shares) {
+      plans_.of(weights).write(team, attention);
+      team.barrier();
+    }
     attend(team, weights, attention, clock);
   }
 
-  // K and V of the last layer, and the results of rows that are not read. The caller's next barrier comes before
-  // the rows that are read go on.
-  void write_last(Team& team, Clock& clock) const {
-    const LayerWeights& weights = last_layer(call_);
+  // K and V of the first layer that rows which are read go through alone, and the results of the other rows. The caller's
+  // next barrier comes before the rows that are read go on.
+  void write_tail(Team& team, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[call_.tail];
+    if (weights.shares) return residual_.each_row(team, [&](int64_t t) { set_unread(t, residual_.is_finite(t)); });
+    const Heads heads(call_, weights);
     const bf16* normed = residual_.norm(team, weights.input_norm, clock);
-    project(team, weights, normed, {batch_.heads, batch_.heads + 2 * batch_.kv_heads}, clock);
+    projection_.run(team, weights, normed, {heads.query, heads.all()}, clock);
     plans_.of(weights).write(team, of_layer(weights));
-    residual_.each_row(team, [&](int64_t t) { check_row(t); });
+    residual_.each_row(team, [&](int64_t t) {
+      const bf16* key = buffers_.qkv + t * heads.width() + heads.queries();
+      set_unread(t, all_finite(key, heads.width() - heads.queries()));
+    });
   }
 
-  // What comes between the K and V of the last layer and its MLP.
-  void attend_last(Team& team, Clock& clock) const {
-    const LayerWeights& weights = last_layer(call_);
+  // What comes between the K and V of the first layer and its MLP.
+  void attend_first(Team& team, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[0];
     const bf16* normed = residual_.norm(team, weights.input_norm, clock);
-    project(team, weights, normed, {0, batch_.heads}, clock);
+    projection_.run(team, weights, normed, {0, Heads(call_, weights).query}, clock);
     attend(team, weights, of_layer(weights), clock);
   }
 
@@ -87,16 +94,19 @@ class Decoder {
     auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
       for (int r = 0; r < rows; ++r) {
         const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
-        store(buffers_.activated + residual_.place(first + r, group / 2 * kGroup, shape_.intermediate),
-              mul(call_.activation == kSilu ? silu(gate) : gelu_tanh(gate), up));
+        store(buffers_.activated + residual_.place(first + r, group / 2 * kGroup, weights.intermediate),
+              mul(activated(gate), up));
       }
     };
     matmul(team, residual_.input(team, normed, shape_.hidden), shape_.tokens, weights.gate_up, shape_.hidden,
-           2 * shape_.intermediate / kGroup, activate);
+           2 * weights.intermediate / kGroup, activate);
     team.barrier();
     clock.mark(kGateUp);
-    residual_.add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr, weights.down_norm);
+    const bool is_end = weights.input_gate.pack == nullptr;
+    residual_.add_product(team, buffers_.activated, weights.intermediate,
+                          {weights.down, nullptr, weights.down_norm, is_end ? weights.scale : 1.0f});
     clock.mark(kDown);
+    if (!is_end) add_inputs(team, layer, clock);
   }
 
   // The inputs of an MLP that is computed outside, and what it adds.
@@ -114,119 +124,70 @@ class Decoder {
   }
 
  private:
+  Vec activated(Vec gate) const { return call_.activation == kSilu ? silu(gate) : gelu_tanh(gate); }
+
+  // Adds what the layer's inputs become: out(activated(gate(hidden states)) * inputs).
+  void add_inputs(Team& team, int layer, Clock& clock) const {
+    const LayerWeights& weights = call_.layers[layer];
+    const int64_t width = call_.layer_input_width;
+    const bf16* inputs = call_.layer_inputs + layer * width;
+    auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r)
+        for (int64_t i = group * kGroup; i < (group + groups) * kGroup; i += kGroup) {
+          const Vec gate = load(c + r * ldc + i - group * kGroup);
+          const bf16* input = inputs + (first + r) * call_.layer_count * width + i;
+          store(buffers_.activated + residual_.place(first + r, i, width), mul(activated(gate), load(input)));
+        }
+    };
+    const Input left = residual_.input(team, residual_.rounded(team), shape_.hidden);
+    matmul(team, left, shape_.tokens, weights.input_gate, shape_.hidden, width / kGroup, activate);
+    team.barrier();
+    clock.mark(kGateUp);
+    residual_.add_product(team, buffers_.activated, width,
+                          {weights.input_out, nullptr, weights.input_out_norm, weights.scale});
+    clock.mark(kDown);
+  }
+
   AttentionCall of_layer(const LayerWeights& layer) const {
     const LayerGroup& group = call_.groups[layer.group];
+    const Heads heads(call_, layer);
     AttentionCall attention = *group.attention;
     attention.q = buffers_.qkv;
-    attention.k_new = buffers_.qkv + shape_.q;
-    attention.v_new = buffers_.qkv + shape_.q + attention.kv_heads * shape_.head_dim;
-    attention.q_token = attention.k_token = attention.v_token = shape_.qkv;
-    attention.q_head = attention.k_head = attention.v_head = shape_.head_dim;
+    attention.k_new = buffers_.qkv + heads.queries();
+    attention.v_new = buffers_.qkv + heads.queries() + heads.kv * heads.dim;
+    attention.q_token = attention.k_token = attention.v_token = heads.width();
+    attention.q_head = attention.k_head = attention.v_head = heads.dim;
     attention.out = buffers_.attended;
-    attention.out_token = shape_.q;
+    attention.out_token = heads.queries();
     attention.sinks = layer.sinks;
     attention.k = group.tiles + layer.place * group.layer_bytes;
     attention.v = group.tiles + layer.place * group.layer_bytes + group.v_bytes;
     return attention;
   }
 
-  // The result of a row that is not read.
-  void check_row(int64_t t) const {
+  // The result of a row, if it is not read.
+  void set_unread(int64_t t, bool is_finite) const {
     if (std::binary_search(call_.reads, call_.reads + call_.read_count, t)) return;
     bf16* result = call_.result + t * shape_.hidden;
     std::fill(result, result + shape_.hidden, bf16{});
-    const bf16* key = buffers_.qkv + t * shape_.qkv + shape_.q;
-    if (!all_finite(key, shape_.qkv - shape_.q)) store_float(result[0], NAN);
+    if (!is_finite) store_float(result[0], NAN);
   }
 
   // Attention, whose keys and values have been written, up to the residual.
   void attend(Team& team, const LayerWeights& weights, const AttentionCall& attention, Clock& clock) const {
     plans_.of(weights).attend(team, attention);
     clock.mark(kAttention);
-    const bf16* attended = residual_.retile(team);
-    residual_.add_product(team, attended, shape_.q, weights.out, weights.out_bias, weights.out_norm);
+    const int64_t width = attention.out_token;
+    residual_.add_product(team, residual_.retile(team, width), width, {weights.out, weights.out_bias, weights.out_norm});
     clock.mark(kOut);
-  }
-
-  // q, k and v of some heads, then a barrier.
-  void project(Team& team, const LayerWeights& weights, const bf16* normed, Heads heads, Clock& clock) const {
-    if (few_) {
-      project_together(team, weights, normed, heads);
-      clock.mark(kQkv);
-      finish_heads(team, weights, heads);
-    } else {
-      project_heads(team, weights, residual_.input(team, normed, shape_.hidden), heads);
-    }
-    team.barrier();
-    clock.mark(few_ ? kRope : kQkv);
-  }
-
-  void project_together(Team& team, const LayerWeights& weights, const bf16* normed, Heads heads) const {
-    const int64_t from = heads.first * shape_.head_dim / kGroup;
-    const int64_t count = (heads.second - heads.first) * shape_.head_dim / kGroup;
-    auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
-      for (int r = 0; r < rows; ++r)
-        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + (from + group) * kGroup, c + r * ldc,
-                    groups * kGroup * sizeof(float));
-    };
-    matmul(team, residual_.input(team, normed, shape_.hidden), shape_.tokens, weights.qkv.from_group(from, shape_.hidden),
-           shape_.hidden, count, store);
-    team.barrier();
-  }
-
-  void finish_heads(const Team& team, const LayerWeights& weights, Heads heads) const {
-    const int count = heads.second - heads.first;
-    int64_t first, last;
-    team.split(shape_.tokens * count, first, last);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t t = i / count, head = heads.first + i % count;
-      finish_one(weights, t, head, buffers_.projected + t * shape_.qkv + head * shape_.head_dim);
-    }
-  }
-
-  // Many rows: `projected` would not stay in the cache, so each thread projects some rows of one head and finishes them.
-  void project_heads(Team& team, const LayerWeights& weights, const Input& a, Heads heads) const {
-    const int64_t dim = shape_.head_dim;
-    const int64_t parts = (shape_.tokens + kRowsOfTask - 1) / kRowsOfTask;
-    float* mine = buffers_.projected + team.index * kRowsOfTask * dim;
-    Team alone(0, 1);
-    Shares tasks(team, (heads.second - heads.first) * parts);
-    for (int64_t task; tasks.take(task);) {
-      const int64_t head = heads.first + task / parts, from = task % parts * kRowsOfTask;
-      const int64_t count = std::min(kRowsOfTask, shape_.tokens - from);
-      auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
-        for (int r = 0; r < rows; ++r)
-          std::memcpy(mine + (row + r) * dim + group * kGroup, c + r * ldc, groups * kGroup * sizeof(float));
-      };
-      matmul(alone, a.from_row(from), count, weights.qkv.from_group(head * dim / kGroup, shape_.hidden), shape_.hidden,
-             dim / kGroup, store);
-      for (int64_t t = 0; t < count; ++t) {
-        // Attention of the layer before has read these lines, maybe on another core.
-        const bf16* later = buffers_.qkv + (from + t + 8) * shape_.qkv + head * dim;
-        for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(later + d, 1);
-        finish_one(weights, from + t, head, mine + t * dim);
-      }
-    }
-  }
-
-  // One projected head of one token, [head_dim], to the left side of attention.
-  void finish_one(const LayerWeights& weights, int64_t t, int64_t head, float* projected) const {
-    const int dim = batch_.head_dim;
-    const bool is_value = head >= batch_.heads + batch_.kv_heads;
-    const int64_t angles = (weights.rope * shape_.tokens + t) * (call_.rotary / 2);
-    finish_head(projected, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
-                head < batch_.heads ? weights.q_norm : (is_value ? nullptr : weights.k_norm),
-                is_value || weights.rope < 0 ? nullptr : call_.cos + angles, call_.sin + angles, dim, call_.rotary,
-                call_.interleaved != 0, call_.eps, buffers_.qkv + t * shape_.qkv + head * dim);
   }
 
   const DecoderCall& call_;
   const Shape shape_;
-  const bool few_;
   Plans& plans_;
-  const AttentionCall& batch_;  // its heads are those of all groups
   const Buffers buffers_;
   const Residual residual_;
+  const Projection projection_;
 };
 
 int64_t scratch_bytes(const DecoderCall& call) { return reads_some(call) ? Reads(call).end : buffer_bytes(call); }
@@ -252,31 +213,32 @@ void run_all(const DecoderCall& call, int computed, int next) {
   parallel(last_attention(call).threads, body);
 }
 
-// The last layer computes the rows that are read.
+// The layers from `tail` on compute the rows that are read.
 void run_reads(const DecoderCall& call, int computed, int next) {
   const Reads reads(call);
   Plans plans(call), read_plans(reads.call);
   const Decoder decoder(call, plans), read(reads.call, read_plans);
-  const int last = call.layer_count - 1;
+  const int tail = call.tail;
   auto body = [&](Team& team) {
     Clock clock(team, call.part_seconds);
-    if (computed == last) {
-      read.add_outputs(team, last, clock);
+    if (computed == tail) {
+      read.add_outputs(team, 0, clock);
       return read.finish(team, call.reads, clock);
     }
     if (computed >= 0) decoder.add_outputs(team, computed, clock);
-    decoder.run(team, computed + 1, std::min(next, last), clock);
-    if (next < last) {
+    decoder.run(team, computed + 1, std::min(next, tail), clock);
+    if (next < tail) {
       decoder.attention_block(team, next, clock);
       return decoder.fill_inputs(team, next, clock);
     }
-    decoder.write_last(team, clock);
+    decoder.write_tail(team, clock);
     reads.take(team, call);
     team.barrier();
     if (call.read_count == 0) return;
-    read.attend_last(team, clock);
-    if (next == last) return read.fill_inputs(team, last, clock);
-    read.mlp_block(team, last, clock);
+    read.attend_first(team, clock);
+    if (next == tail) return read.fill_inputs(team, 0, clock);
+    read.mlp_block(team, 0, clock);
+    read.run(team, 1, reads.call.layer_count, clock);
     read.finish(team, call.reads, clock);
   };
   parallel(last_attention(call).threads, body);
@@ -285,7 +247,7 @@ void run_reads(const DecoderCall& call, int computed, int next) {
 int run_decoder(DecoderCall& call, int computed) {
   const bool some = reads_some(call);
   int next = next_outside(call, computed + 1);
-  call.mlp.rows = some && next == call.layer_count - 1 ? call.read_count : call.tokens;
+  call.mlp.rows = some && next == call.tail ? call.read_count : call.tokens;
   if (call.mlp.rows == 0) next = call.layer_count;
   (some ? run_reads : run_all)(call, computed, next);
   return next;

@@ -34,11 +34,20 @@ class Clock {
 
 bool all_bfloat16(const DecoderCall& call) {
   return std::all_of(call.layers, call.layers + call.layer_count, [](const LayerWeights& layer) {
-    for (const Weights* weights : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+    for (const Weights* weights :
+         {&layer.qkv, &layer.out, &layer.gate_up, &layer.down, &layer.input_gate, &layer.input_out})
       if (weights->pack != nullptr && weights->format != kBFloat16Pack) return false;
     return true;
   });
 }
+
+// What a product adds to the residual.
+struct Summand {
+  Weights weights;
+  const float* bias;  // [hidden], or null
+  const float* norm;  // [hidden] of the sum of both, or null
+  float after = 1.0f;  // by which the residual is multiplied then
+};
 
 // The residuals of a call's tokens, float32 [tokens, hidden].
 class Residual {
@@ -59,6 +68,22 @@ class Residual {
     team.barrier();
     clock.mark(kNorm);
     return buffers_.normed;
+  }
+
+  // The same of rows that are not normed.
+  const bf16* rounded(Team& team) const {
+    const int64_t n = shape_.hidden;
+    bf16* rows = buffers_.normed + (few_ ? team.index * shape_.tokens * n : 0);
+    const auto round = [&](int64_t t) {
+      for (int64_t i = 0; i < n; i += 16) store(rows + place(t, i, n), load(row(t) + i));
+    };
+    if (few_) {
+      for (int64_t t = 0; t < shape_.tokens; ++t) round(t);
+      return rows;
+    }
+    each_row(team, round);
+    team.barrier();
+    return rows;
   }
 
   // The normed rows, not in tiles, without a barrier. Row t becomes row rows[t] of the result, or stays t if rows is null.
@@ -83,21 +108,24 @@ class Residual {
   }
 
   // Returns attention's result in the format that the next product reads.
-  const bf16* retile(Team& team) const {
+  const bf16* retile(Team& team, int64_t k) const {
     if (!tiled_ || shape_.tokens == 1) return buffers_.attended;
-    tiled_together(team, {buffers_.attended, shape_.q, false}, shape_.tokens, shape_.q, buffers_.retiled);
+    tiled_together(team, {buffers_.attended, k, false}, shape_.tokens, k, buffers_.retiled);
     return buffers_.retiled;
   }
 
-  // residual += scale * norm(a * pack + bias), then a barrier. `weight`: of the norm; null: there is none.
-  void add_product(Team& team, const bf16* a, int64_t k, Weights pack, const float* bias, const float* weight) const {
-    const float scale = call_.residual_scale;
+  // residual = (residual + scale * norm(a * weights + bias)) * after, then a barrier.
+  void add_product(Team& team, const bf16* a, int64_t k, const Summand& summand) const {
+    const float scale = call_.residual_scale, after = summand.after;
+    const float* bias = summand.bias;
     auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r) {
         float* to = row(first + r) + group * kGroup;
         for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * c[r * ldc + i];
         if (bias != nullptr)
           for (int i = 0; i < groups * kGroup; ++i) to[i] += scale * bias[group * kGroup + i];
+        if (after != 1.0f)
+          for (int i = 0; i < groups * kGroup; ++i) to[i] *= after;
       }
     };
     auto keep = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
@@ -108,19 +136,20 @@ class Residual {
       }
     };
     const Input left = input(team, a, k);
-    if (weight == nullptr) {
-      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    if (summand.norm == nullptr) {
+      matmul(team, left, shape_.tokens, summand.weights, k, shape_.hidden / kGroup, add);
     } else {
-      matmul(team, left, shape_.tokens, pack, k, shape_.hidden / kGroup, keep);
+      matmul(team, left, shape_.tokens, summand.weights, k, shape_.hidden / kGroup, keep);
       team.barrier();
       each_row(team, [&](int64_t t) {
-        add_normed(row(t), buffers_.added + t * shape_.hidden, weight, shape_.hidden, call_.eps, scale);
+        add_normed(row(t), buffers_.added + t * shape_.hidden, summand.norm, shape_.hidden, call_.eps, scale, after);
       });
     }
     team.barrier();
   }
 
-  // residual += scale * norm(rows), of rows that were computed outside, then a barrier.
+  // residual += scale * norm(rows), of rows that were computed outside, then a barrier. `weight`: of the norm; null: there is
+  // none.
   void add_rows(Team& team, const bf16* rows, const float* weight) const {
     const int64_t n = shape_.hidden;
     each_row(team, [&](int64_t t) {
@@ -136,6 +165,8 @@ class Residual {
     });
     team.barrier();
   }
+
+  bool is_finite(int64_t t) const { return all_finite(row(t), shape_.hidden); }
 
   template <typename F>
   void each_row(const Team& team, F f) const {

@@ -1,6 +1,7 @@
 // What the fused decoder does to a row or to a head of it. Include vector_avx512.h or vector_avx2.h first; everything has
 // internal linkage, because it is compiled once per instruction set.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "exponential.h"
@@ -22,10 +23,11 @@ void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* t
     store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
 }
 
-// to += scale * norm(x)
-void add_normed(float* to, const float* x, const float* weight, int64_t n, float eps, float scale) {
-  const Vec by = splat(scale / std::sqrt(mean_square(x, n) + eps));
-  for (int64_t i = 0; i < n; i += 16) store(to + i, mul_add(mul(load(x + i), by), load(weight + i), load(to + i)));
+// to = (to + scale * norm(x)) * after
+void add_normed(float* to, const float* x, const float* weight, int64_t n, float eps, float scale, float after = 1.0f) {
+  const Vec by = splat(scale / std::sqrt(mean_square(x, n) + eps)), factor = splat(after);
+  for (int64_t i = 0; i < n; i += 16)
+    store(to + i, mul(mul_add(mul(load(x + i), by), load(weight + i), load(to + i)), factor));
 }
 
 // gelu by tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)).
@@ -79,6 +81,10 @@ bool all_finite(const bf16* x, int64_t n) {
   bool finite = true;
   for (int64_t i = 0; i < n; ++i) finite &= (x[i].bits & 0x7f80) != 0x7f80;
   return finite;
+}
+
+bool all_finite(const float* x, int64_t n) {
+  return std::all_of(x, x + n, [](float each) { return std::isfinite(each); });
 }
 
 }  // namespace

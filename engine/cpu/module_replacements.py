@@ -20,6 +20,7 @@ from engine.cpu.op import KernelsUnavailable
 from engine.cpu.router import holder_of_weight, pack_router
 from engine.decoder_parts import DECODERS
 from engine.delta_forms import DELTA_NETS
+from engine.kv_sharing import Gemma4Decoder
 from engine.layer_classes import EXPERTS, NORMS, NORMS_PLUS_ONE, ROUTERS, UNGATED_EXPERTS
 from engine.mamba2_forms import MAMBA2
 from engine.replacement_table import ReplacementTable, apply_replacements
@@ -62,6 +63,7 @@ class CpuReplacements:
         self._fused: FusedDecoder | None = None
         self.table: ReplacementTable = {
             **dict.fromkeys(DECODERS, self.decoder),
+            "Gemma4Decoder": self.sharing_decoder,
             **dict.fromkeys((*EXPERTS, *UNGATED_EXPERTS), self.experts),
             **dict.fromkeys((*NORMS, *NORMS_PLUS_ONE), self.norm),
             **dict.fromkeys(ROUTERS, self.router),
@@ -76,9 +78,15 @@ class CpuReplacements:
         if not packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
         fused = FusedDecoder(model, self._packer(config))
-        apply_replacements(fused.outside, config, self.table)
+        for outside in filter(None, (fused.outside, fused.layer_inputs)):
+            apply_replacements(outside, config, self.table)
         self._fused = fused
         return fused
+
+    def sharing_decoder(self, ours: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """The same of a decoder whose layers may share keys and values."""
+        assert isinstance(ours, Gemma4Decoder)
+        return self.decoder(ours.decoder, config)
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""

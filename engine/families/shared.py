@@ -7,7 +7,6 @@ ones that is of its type, full or sliding, as the heads of the two types may dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,27 +15,14 @@ from engine.families.base import Dtypes
 from engine.families.heads import cap_logits
 from engine.families.windowed import by_layer_type, check_named, full_and_window, layers_of
 from engine.gemma3n import Gemma3nDecoder, thin_gates
-from engine.kv_sharing import Gemma4Decoder
+from engine.kv_sharing import Gemma4Decoder, own_layers, shared_layers
 from kvcache.layout import KVGroupSpec
-
-
-def _own_layers(config: Any) -> int:
-    """How many layers, the first ones, have keys and values."""
-    layers: int = config.num_hidden_layers - config.num_kv_shared_layers
-    return layers
-
-
-def _shared(config: Any) -> Mapping[int, int]:
-    """Layer -> the earlier layer whose keys and values it reads."""
-    own = _own_layers(config)
-    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
-    return {layer: last[config.layer_types[layer]] for layer in range(own, config.num_hidden_layers)}
 
 
 def _groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
     """Full layers, of which there is one at least, have heads of their own number and width (Gemma 4's
     global_head_dim)."""
-    own = config.layer_types[: _own_layers(config)]
+    own = config.layer_types[: own_layers(config)]
 
     def group(kind: str, name: str, window: int | None) -> KVGroupSpec:
         heads = config.per_layer_config[own.index(kind)]
@@ -53,7 +39,7 @@ def _groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
 
 def _groups_of_equal_heads(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
     """Gemma 3n's: full and sliding layers have the same heads."""
-    own = range(_own_layers(config))
+    own = range(own_layers(config))
     full, sliding = (
         tuple(layer for layer in layers_of(config, {kind}) if layer in own)
         for kind in ("full_attention", "sliding_attention")
@@ -88,7 +74,7 @@ _GEMMA4 = replace(
     allows=frozenset({"num_kv_shared_layers", "final_logit_softcapping"}),
     check=_check,
     prepare=_prepare,
-    shared=_shared,
+    shared=shared_layers,
 )
 FAMILIES = {
     "gemma3n_text": replace(

@@ -486,6 +486,14 @@ _GRANITE_SWA = {
     **_GRANITE,
     "layer_rope_theta": [10000.0, 0, 10000.0, 500.0],  # 0: positions are not told
 }
+
+
+def gemma4_dense() -> PretrainedConfig:
+    """Gemma 4 as its small sizes are, without experts: what a fused decoder takes."""
+    config = MIXED["gemma4_text"]().to_dict()
+    return Gemma4TextConfig(**{**config, "enable_moe_block": False, "hidden_size_per_layer_input": 32})
+
+
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**{**COMMON, "tie_word_embeddings": True}),
     "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(
