@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine.attention_layers import attention_layers
+from engine.gemma4 import Gemma4Mixture
 from engine.kv_sharing import shared_layers
 from engine.layer_classes import NORMS_PLUS_ONE
 
@@ -63,7 +64,7 @@ class Norms(NamedTuple):
 
     before_attention: Any
     after_attention: Any  # of what attention adds to the residual. None: there is none
-    before_mlp: Any
+    before_mlp: Any  # None: the MLP reads the residual
     after_mlp: Any
 
 
@@ -104,7 +105,14 @@ def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def layer_mlp(layer: Any) -> Any:
     """The MLP, or mixture of experts, of a decoder layer."""
+    if _is_added_mixture(layer):
+        return Gemma4Mixture(layer)
     return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def _is_added_mixture(layer: Any) -> bool:
+    """Whether a layer has a mixture of experts beside its MLP."""
+    return bool(getattr(layer, "enable_moe_block", False))
 
 
 def is_mixture(mlp: Any) -> bool:
@@ -142,7 +150,8 @@ def layer_norms(layer: Any) -> Norms:
     """Of a decoder layer."""
     names = next(names for sign, names in _NORMS.items() if hasattr(layer, sign))
     found = [None if name is None else getattr(layer, name) for name in names]
-    return Norms(*(None if isinstance(norm, nn.Identity) else norm for norm in found))  # HyperCLOVA X
+    norms = Norms(*(None if isinstance(norm, nn.Identity) else norm for norm in found))  # HyperCLOVA X
+    return norms._replace(before_mlp=None) if _is_added_mixture(layer) else norms
 
 
 def norm_weight(norm: Any) -> torch.Tensor:

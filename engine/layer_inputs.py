@@ -26,10 +26,8 @@ class LayerInputs(nn.Module):
         shape = (*ids.shape, self.layers, self.width)
         of_tokens = self.embed_tokens_per_layer(ids).view(shape)
         projected = self.per_layer_model_projection(embedded) * self._projection_scale
-        result: torch.Tensor = (
-            self.per_layer_projection_norm(projected.view(shape)) + of_tokens
-        ) * self._scale
-        return result
+        result: torch.Tensor = self.per_layer_projection_norm(projected.view(shape)) + of_tokens
+        return result * self._scale
 
 
 class LayerInputParts(NamedTuple):

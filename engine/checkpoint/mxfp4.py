@@ -85,5 +85,11 @@ def _read_packed(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor([[paired_rows(numbers, scales)]], dtype, experts=False)
 
 
-MXFP4_PACKED = Format((".weight_packed", ".weight_scale"), _read_packed, ".weight_packed", 4)
+MXFP4_PACKED = Format(
+    (".weight_packed", ".weight_scale"),
+    _read_packed,
+    ".weight_packed",
+    4,
+    optional=(".input_global_scale",),
+)
 MXFP4 = Format(("_blocks", "_scales"), _read, "_blocks", 4, result="")

@@ -16,7 +16,7 @@ struct LayerWeights {
   Weights input_gate;  // of DecoderCall::layer_inputs: from hidden states to their width. Without a pack: the layer has none
   Weights input_out;   // and from there to what is added to the residual
   const float* input_norm;  // [hidden]
-  const float* mlp_norm;
+  const float* mlp_norm;    // or null, if the MLP is computed outside
   const float* out_norm;  // [hidden] of what attention adds to the residual, or null. All layers have both, or none
   const float* down_norm;  // [hidden] of what the MLP adds
   const float* input_out_norm;  // [hidden] of what the layer's inputs add
@@ -48,7 +48,7 @@ enum Activation : int32_t { kSilu, kGeluTanh };
 
 // A layer's MLP that is computed outside, as a mixture of experts is.
 struct OutsideMlp {
-  bf16* inputs;         // [rows, hidden] to fill: hidden states after the layer's norm
+  bf16* inputs;         // [rows, hidden] to fill: hidden states after the layer's norm if there is one
   const bf16* outputs;  // [rows, hidden]: what is added to the residual, after its norm if there is one
   int64_t rows;         // to set: all tokens, or those that are read
 };

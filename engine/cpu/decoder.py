@@ -42,6 +42,7 @@ from engine.decoder_parts import (
     residual_scale,
     ropes,
 )
+from engine.kv_sharing import own_layers
 from engine.layer_inputs import layer_input_parts, layer_inputs
 from engine.paged_layers import DecoderOutput, PagedLayers
 from engine.parallel.sums import is_divided
@@ -63,16 +64,14 @@ def fusible(model: Any) -> bool:
             for dim in {layer.self_attn.head_dim for layer in model.layers}
         )
         and _is_rotated(model)
-        and (type(model).__name__ in DECODERS or _is_inside(model))
+        and getattr(model, "hidden_size_per_layer_input", 0) % 32 == 0
+        and (own_layers(config) == config.num_hidden_layers or _is_inside(model))
     )
 
 
 def _is_inside(model: Any) -> bool:
-    """Whether nothing of a decoder whose layers share keys and values is computed outside."""
-    return getattr(model, "hidden_size_per_layer_input", 0) % 32 == 0 and all(
-        _gated_width(layer.mlp, model.config) is not None and not getattr(layer, "enable_moe_block", False)
-        for layer in model.layers
-    )
+    """Whether no MLP is computed outside. Of a decoder with layers that share keys and values none may be."""
+    return all(_gated_width(layer_mlp(layer), model.config) is not None for layer in model.layers)
 
 
 def _parameters(model: Any) -> Iterator[nn.Parameter]:

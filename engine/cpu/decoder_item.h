@@ -114,8 +114,11 @@ class Decoder {
     residual_.norm_to(team, call_.layers[layer].mlp_norm, call_.mlp.inputs, nullptr, clock);
   }
   void add_outputs(Team& team, int layer, Clock& clock) const {
-    residual_.add_rows(team, call_.mlp.outputs, call_.layers[layer].down_norm);
+    const LayerWeights& weights = call_.layers[layer];
+    const bool is_end = weights.input_gate.pack == nullptr;
+    residual_.add_rows(team, call_.mlp.outputs, weights.down_norm, is_end ? weights.scale : 1.0f);
     clock.mark(kDown);
+    if (!is_end) add_inputs(team, layer, clock);
   }
 
   // `rows`: where the result of each row goes; null: to its own place.

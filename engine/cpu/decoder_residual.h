@@ -86,11 +86,13 @@ class Residual {
     return rows;
   }
 
-  // The normed rows, not in tiles, without a barrier. Row t becomes row rows[t] of the result, or stays t if rows is null.
+  // The rows, normed unless `weight` is null, not in tiles, without a barrier. Row t becomes row rows[t] of the result, or
+  // stays t if rows is null.
   void norm_to(const Team& team, const float* weight, bf16* result, const int64_t* rows, Clock& clock) const {
     each_row(team, [&](int64_t t) {
       bf16* to = result + (rows != nullptr ? rows[t] : t) * shape_.hidden;
-      baton::norm_row(row(t), weight, shape_.hidden, call_.eps, to);
+      if (weight != nullptr) return baton::norm_row(row(t), weight, shape_.hidden, call_.eps, to);
+      for (int64_t i = 0; i < shape_.hidden; i += 16) store(to + i, load(row(t) + i));
     });
     clock.mark(kNorm);
   }
@@ -148,20 +150,20 @@ class Residual {
     team.barrier();
   }
 
-  // residual += scale * norm(rows), of rows that were computed outside, then a barrier. `weight`: of the norm; null: there is
-  // none.
-  void add_rows(Team& team, const bf16* rows, const float* weight) const {
+  // residual = (residual + scale * norm(rows)) * after, of rows that were computed outside, then a barrier. `weight`: of the
+  // norm; null: there is none.
+  void add_rows(Team& team, const bf16* rows, const float* weight, float after) const {
     const int64_t n = shape_.hidden;
     each_row(team, [&](int64_t t) {
       float* to = row(t);
       const bf16* from = rows + t * n;
       if (weight == nullptr) {
-        for (int64_t i = 0; i < n; ++i) to[i] += call_.residual_scale * to_float(from[i]);
+        for (int64_t i = 0; i < n; ++i) to[i] = (to[i] + call_.residual_scale * to_float(from[i])) * after;
         return;
       }
       float* added = buffers_.added + t * n;
       for (int64_t i = 0; i < n; ++i) added[i] = to_float(from[i]);
-      add_normed(to, added, weight, n, call_.eps, call_.residual_scale);
+      add_normed(to, added, weight, n, call_.eps, call_.residual_scale, after);
     });
     team.barrier();
   }

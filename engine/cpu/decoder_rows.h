@@ -24,7 +24,7 @@ void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* t
 }
 
 // to = (to + scale * norm(x)) * after
-void add_normed(float* to, const float* x, const float* weight, int64_t n, float eps, float scale, float after = 1.0f) {
+void add_normed(float* to, const float* x, const float* weight, int64_t n, float eps, float scale, float after) {
   const Vec by = splat(scale / std::sqrt(mean_square(x, n) + eps)), factor = splat(after);
   for (int64_t i = 0; i < n; i += 16)
     store(to + i, mul(mul_add(mul(load(x + i), by), load(weight + i), load(to + i)), factor));

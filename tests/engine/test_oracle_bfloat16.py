@@ -33,7 +33,7 @@ from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_runner
 from tests.support.rank_rig import open_ranks
-from tests.support.tiny_configs import FAMILIES, MIXED, SIMILAR, gemma4_dense
+from tests.support.tiny_configs import FAMILIES, GEMMA4_SIZES, MIXED, SIMILAR
 from tests.support.tiny_models import make_tiny, write_tiny
 
 LAW = 1.5
@@ -92,13 +92,13 @@ def demo_ids() -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def yardstick_of(model: str, directory: Path) -> Yardstick:
-    """Of a family's tiny model, of the demo model, or of a dense Gemma 4."""
+    """Of a family's tiny model, of the demo model, or of a size of Gemma 4."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH)))
     if model == "demo":
         path, ids = DEMO, demo_ids()
-    elif model == "gemma4_dense":
+    elif model in GEMMA4_SIZES:
         path = directory / model
-        write_tiny(gemma4_dense(), path, 0)
+        write_tiny(GEMMA4_SIZES[model](), path, 0)
     else:
         seed = OTHER_SEEDS.get(model, sum(model.encode()))  # llama and mistral with one seed are one model
         path = make_tiny(model, directory, seed)
@@ -128,7 +128,7 @@ def cases() -> list[object]:
             id=f"{model}-{backend}",
             marks=pytest.mark.oracle if is_quick(i, j, forms) else pytest.mark.oracle_full,
         )
-        for i, model in enumerate([*EVERY, "demo", "gemma4_dense"])
+        for i, model in enumerate([*EVERY, "demo", *GEMMA4_SIZES])
         for forms in [in_torch if model == "deepseek_v4" else every]
         for j, backend in enumerate(forms)
     ]

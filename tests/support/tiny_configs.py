@@ -488,10 +488,15 @@ _GRANITE_SWA = {
 }
 
 
-def gemma4_dense() -> PretrainedConfig:
-    """Gemma 4 as its small sizes are, without experts: what a fused decoder takes."""
-    config = MIXED["gemma4_text"]().to_dict()
-    return Gemma4TextConfig(**{**config, "enable_moe_block": False, "hidden_size_per_layer_input": 32})
+def _gemma4(**changed: Any) -> PretrainedConfig:
+    return Gemma4TextConfig(**{**MIXED["gemma4_text"]().to_dict(), **changed})
+
+
+GEMMA4_SIZES: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma4_dense": lambda: _gemma4(enable_moe_block=False, hidden_size_per_layer_input=32),
+    "gemma4_mixture": lambda: _gemma4(num_kv_shared_layers=0, hidden_size_per_layer_input=0),
+}
+"""Gemma 4 as its sizes are, which fused decoders take. The family's tiny model has more than any of them."""
 
 
 SIMILAR: dict[str, Callable[[], PretrainedConfig]] = {

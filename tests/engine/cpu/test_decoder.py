@@ -23,7 +23,7 @@ from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_not_finite import poison
 from tests.support.cpu_kernels import packing_isas
 from tests.support.driver import Driver, open_pools
-from tests.support.tiny_configs import MIXED, SIMILAR, gemma4_dense
+from tests.support.tiny_configs import GEMMA4_SIZES, MIXED, SIMILAR
 from tests.support.tiny_models import write_tiny
 
 ISAS = packing_isas()
@@ -76,6 +76,7 @@ def hidden_of(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
         *(("qwen3", "auto"), ("qwen3", "int8"), ("gemma3_text", "auto"), ("smollm3", "auto")),
         *(("llama_bias", "auto"), ("llama_bias", "int8"), ("kolibri1", "auto"), ("glm4_moe", "auto")),
         *(("hy_v3", "auto"), ("gpt_oss", "auto"), ("gemma4_dense", "auto"), ("gemma4_dense", "int8")),
+        ("gemma4_mixture", "auto"),
     ],
 )
 def test_rows_that_are_read(
@@ -89,9 +90,9 @@ def test_rows_that_are_read(
     drawn: Drawn,
     tmp_path: Path,
 ) -> None:
-    if family == "gemma4_dense":  # its last two layers share keys and values, and compute what is read alone
+    if family in GEMMA4_SIZES:  # the last two layers of the dense one share keys and values
         path = tmp_path / "model"
-        write_tiny(gemma4_dense(), path, 0)
+        write_tiny(GEMMA4_SIZES[family](), path, 0)
     elif family in REVERSED:
         path, config = tmp_path / "model", {**MIXED, **SIMILAR}[family]()
         setattr(config, REVERSED[family], getattr(config, REVERSED[family])[::-1])
@@ -144,8 +145,8 @@ def test_keys_and_values_that_are_not_finite_are_seen_in_rows_that_are_not_read(
 ) -> None:
     """Those of the last layer that has some."""
     spoilt = tmp_path / "spoilt"
-    if family == "gemma4_dense":
-        write_tiny(gemma4_dense(), spoilt, 0)
+    if family in GEMMA4_SIZES:
+        write_tiny(GEMMA4_SIZES[family](), spoilt, 0)
     else:
         shutil.copytree(drawn(family)[0], spoilt)
     weights = load_file(spoilt / "model.safetensors")
