@@ -79,6 +79,7 @@ def test_packs_hold_what_the_checkpoint_stored(family, form, directory, packs):
     assert {pack.form for pack in packs} == {PackFormat.BFLOAT16}
 
 
+@pytest.mark.covering
 @cases
 @pytest.mark.parametrize("isa", ISAS)
 def test_logits_are_within_the_bounds(family, form, isa, directory):

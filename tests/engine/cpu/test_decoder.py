@@ -32,7 +32,9 @@ REVERSED = {"gemma3_text": "layer_types", "hy_v3": "mlp_layer_types"}
 """Family -> a list of its config, of its layers, that is turned round here."""
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(
+    params=[*(pytest.param(other, marks=pytest.mark.oracle_full) for other in ISAS[:-1]), ISAS[-1]]
+)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     set_isa(request.param)
     yield request.param
