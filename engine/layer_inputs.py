@@ -9,7 +9,10 @@ from torch import nn
 
 
 class LayerInputs(nn.Module):
-    """A decoder's inputs of all layers. transformers' modules compute them."""
+    """A decoder's inputs of all layers. transformers' modules compute them.
+
+    Not the methods of its decoder, which would be kept with all that is packed.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()

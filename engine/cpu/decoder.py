@@ -8,7 +8,7 @@ mixture, router and experts, stays transformers'. There the call returns, and th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from engine.decoder_parts import (
     ROTATED_IN_PART,
     SHARING_DECODERS,
     Place,
+    Rope,
     attention_parts,
     embedding,
     embedding_scale,
@@ -104,6 +105,13 @@ def _is_rotated(model: Any) -> bool:
     )
 
 
+def _of_one_width(found: Iterable[Rope]) -> list[Rope]:
+    """Rotary embeddings whose tables can be stacked: narrower ones are filled up."""
+    every = list(found)
+    width = max(len(rope.frequencies) for rope in every)
+    return [Rope(pad(rope.frequencies, (0, width - len(rope.frequencies))), rope.scale) for rope in every]
+
+
 class FusedDecoder(nn.Module):
     """Replaces a `fusible` model. Keeps its embedding, rotary frequencies and those of its MLPs that are
     computed outside, and packs its other weights."""
@@ -113,7 +121,7 @@ class FusedDecoder(nn.Module):
         self._packer = packer
         self.embed_tokens: Any = embedding(model)
         self._embedding_scale = embedding_scale(model)
-        self._ropes = list(ropes(model).values())
+        self._ropes = _of_one_width(ropes(model).values())
         self._kept: list[Any] = []  # packs and float32 vectors to which the pointers below point
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
@@ -140,7 +148,7 @@ class FusedDecoder(nn.Module):
             hidden=model.config.hidden_size,
             layer_input_width=0 if self.layer_inputs is None else self.layer_inputs.width,
             ropes=len(self._ropes),
-            rotary=2 * max(len(rope.frequencies) for rope in self._ropes),
+            rotary=2 * len(self._ropes[0].frequencies),
             interleaved=type(model).__name__ in INTERLEAVED,
             activation=ACTIVATIONS.get(_activation(model.config), 0),  # 0: no MLP is computed here
             residual_scale=residual_scale(model),
@@ -217,10 +225,7 @@ class FusedDecoder(nn.Module):
         tables = [(angle.cos() * rope.scale, angle.sin() * rope.scale) for angle, rope in pairs]
         if len(tables) == 1:
             return tables[0]
-        cosines, sines = (
-            [pad(table, (0, self._call.rotary // 2 - table.shape[1])) for table in each]
-            for each in zip(*tables, strict=True)
-        )
+        cosines, sines = zip(*tables, strict=True)
         return torch.stack(cosines), torch.stack(sines)
 
     def _fill(self, into: LayerWeights, layer: Any, place: Place) -> None:

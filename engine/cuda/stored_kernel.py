@@ -79,13 +79,13 @@ def stored_product_kernel(
     if FORMAT == "fp8":
         each = tl.arange(0, INPUTS)
         right = codes + matrix[:, None] * inputs
-        factors = scales + matrix * scales_of_output
+        of_output = scales + matrix * scales_of_output
         for first in range(0, inputs, INPUTS):
             place = (first + each)[None, :]
             some = place < inputs
             a = tl.load(left + place, mask=is_row[:, None] & some, other=0.0)
             code = tl.load(right + place, mask=is_output[:, None] & some, other=0)
-            factor = tl.load(factors + first // SCALE_INPUTS, mask=is_output, other=0.0)
+            factor = tl.load(of_output + first // SCALE_INPUTS, mask=is_output, other=0.0)
             sums += tl.dot(a, tl.trans(e4m3(code).to(a.dtype))) * factor[None, :]
     else:
         PAIRS: tl.constexpr = INPUTS // 2
@@ -107,19 +107,7 @@ def stored_product_kernel(
             code = tl.reshape(code, (OUTPUTS, SCALES, PAIRS // SCALES))
             place = (first // SCALE_INPUTS + tl.arange(0, SCALES) * (2 if BOTH else 1))[None, :]
             some = is_output[:, None] & (place < scales_of_output)
-            scale = tl.load(scales + of_output + place, mask=some, other=0)[:, :, None]
-            if FORMAT == "mxfp4":
-                factor = power_of_two(scale)
-                low, high = e2m1(code, 28) * factor, e2m1(code, 24) * factor
-            elif FORMAT == "nvfp4":
-                above = tl.load(scales + of_output + place + 1, mask=some, other=0)[:, :, None]
-                low, high = e2m1(code, 28) * e4m3(scale), e2m1(code, 24) * e4m3(above)
-            else:
-                factor = scale.to(tl.float32)
-                zero = tl.load(zeros + of_output + place, mask=some, other=0)[:, :, None]
-                start = zero.to(tl.float32) * factor
-                low = (code & 15).to(tl.float32) * factor - start
-                high = (code >> 4).to(tl.float32) * factor - start
+            low, high = halves(code, scales, zeros, of_output + place, some, FORMAT)
             low = tl.reshape(low.to(a.dtype), (OUTPUTS, PAIRS))
             high = tl.reshape(high.to(a.dtype), (OUTPUTS, PAIRS))
             sums = tl.dot(b, tl.trans(high), tl.dot(a, tl.trans(low), sums))
@@ -127,6 +115,28 @@ def stored_product_kernel(
             sums *= tl.load(factors + matrix, mask=is_output, other=0.0)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + weights[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def halves(code, scales, zeros, at, some, FORMAT: tl.constexpr):
+    """The float32 of the lower and of the upper halves of codes [outputs, scales, pairs].
+
+    Their scales are `at` [outputs, scales], where there are `some`.
+    """
+    scale = tl.load(scales + at, mask=some, other=0)[:, :, None]
+    if FORMAT == "mxfp4":
+        factor = power_of_two(scale)
+        low, high = e2m1(code, 28) * factor, e2m1(code, 24) * factor
+    elif FORMAT == "nvfp4":
+        above = tl.load(scales + at + 1, mask=some, other=0)[:, :, None]
+        low, high = e2m1(code, 28) * e4m3(scale), e2m1(code, 24) * e4m3(above)
+    else:
+        factor = scale.to(tl.float32)
+        zero = tl.load(zeros + at, mask=some, other=0)[:, :, None]
+        start = zero.to(tl.float32) * factor
+        low = (code & 15).to(tl.float32) * factor - start
+        high = (code >> 4).to(tl.float32) * factor - start
+    return low, high
 
 
 # Numbers of few bits are moved to the places of a float32's sign, exponent and mantissa. A multiplication
